@@ -1,0 +1,90 @@
+"""Compile every kernel that scripts launch, for GPUs that are not here; no GPU is needed.
+
+    python tests/compile_kernels.py SCRIPT...
+
+Each launch is first compiled for every target, with the very arguments of that launch and so with
+the specialisation that they cause (an int that equals 1 becomes a constant), and then run in the
+interpreter, so that the script goes on with real results. One JSON line per kernel, specialisation
+and target goes to stdout: script, kernel, target, shared (bytes of shared memory), error.
+"""
+
+import contextlib
+import json
+import os
+import runpy
+import sys
+
+# Both must be so before triton is imported: kernels are to be compiled, and no GPU is to be used.
+os.environ.pop("TRITON_INTERPRET", None)
+os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["HIP_VISIBLE_DEVICES"] = ""
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
+
+TARGETS = {f"sm_{chip}": GPUTarget("cuda", chip, 32) for chip in (75, 80, 86, 89, 90, 100, 120)}
+TARGETS["gfx942"] = GPUTarget("hip", "gfx942", 64)
+
+
+class StandInDriver:
+    """What JITFunction.run asks of a driver when it only compiles."""
+
+    def __init__(self, target):
+        self.get_current_target = lambda: target
+        self.get_current_device = lambda: str(target)  # the key of its cache of compiled kernels
+        self.get_current_stream = lambda device: 0
+
+
+DRIVERS = {name: StandInDriver(target) for name, target in TARGETS.items()}
+compile_launch = JITFunction.run
+
+
+@contextlib.contextmanager
+def unpatched_language():
+    """Undo what the interpreter patches in triton.language, for the next compilation."""
+    owners = [tl, tl.core, tl.math, tl.tensor, tl.core.tensor]
+    owners += [owner for name in ("tensor_descriptor", "tensor_descriptor_base")
+               if (owner := getattr(tl.core, name, None))]  # fmt: skip
+    before = [(owner, dict(vars(owner))) for owner in owners]
+    try:
+        yield
+    finally:
+        for owner, members in before:
+            for name, member in dict(vars(owner)).items():
+                if name not in members:
+                    delattr(owner, name)
+                elif member is not members[name]:
+                    setattr(owner, name, members[name])
+
+
+def compile_then_interpret(kernel, *args, grid, warmup, **kwargs):
+    """In place of JITFunction.run: compile this launch for all targets, then interpret it."""
+    for name, stand_in in DRIVERS.items():
+        driver.set_active(stand_in)
+        row = {"script": script, "kernel": kernel.fn.__name__, "target": name}
+        try:
+            compiled = compile_launch(kernel, *args, grid=grid, warmup=True, **kwargs)
+            row |= {"shared": compiled.metadata.shared, "error": ""}
+        except Exception as error:
+            row |= {"shared": 0, "error": f"{type(error).__name__}: {error}"}
+        if row not in rows:
+            rows.append(row)
+            print(json.dumps(row), file=report, flush=True)
+    with unpatched_language():
+        InterpretedFunction(kernel.fn).run(*args, grid=grid, warmup=False, **kwargs)
+
+
+JITFunction.run = compile_then_interpret
+# Inside an interpreted kernel, a call of another jitted function is interpreted too.
+JITFunction.__call__ = lambda self, *args, **kwargs: InterpretedFunction(self.fn)(*args, **kwargs)
+# A script that finds no GPU asks for the interpreter; here its kernels are compiled all the same.
+triton.jit = lambda fn=None, **options: JITFunction(fn, **options) if fn else triton.jit
+
+report = sys.stdout
+for script in sys.argv[1:]:
+    rows = []
+    with contextlib.redirect_stdout(sys.stderr):
+        runpy.run_path(script, run_name="__main__")
