@@ -93,10 +93,11 @@ def read_output(path):
         return file.read(OUTPUT_LIMIT).decode("utf-8", errors="backslashreplace")
 
 
-def run_scripts(names, interpret, jobs, timeout):
+def run_scripts(names, interpret, jobs, timeout, root=ROOT):
     """Run scripts, `jobs` at a time; yield (name, None) when one starts, (name, Result) at its end.
 
     interpret: run in Triton's interpreter instead of on the GPU. timeout: seconds for one script.
+    root: the folder that the names are relative to.
     Closing the generator, or an exception in it, kills what still runs.
     """
     waiting, running = list(reversed(names)), {}
@@ -110,7 +111,7 @@ def run_scripts(names, interpret, jobs, timeout):
                 while waiting and len(running) < jobs:
                     name = waiting.pop()
                     process = FORKSERVER.Process(
-                        target=child, args=(str(ROOT / name), interpret, *files(name)), daemon=False
+                        target=child, args=(str(root / name), interpret, *files(name)), daemon=False
                     )
                     process.start()
                     running[name] = process, time.monotonic()

@@ -97,6 +97,7 @@ def test_softmax_of_any_shape_and_blocks(softmax, N0, T, B0, B1):
         [[0.0, -100, -104]],
         [[3e38, -3e38, 0]],
         [[0.0] * 31 + [88] * 2],
+        [[100.0] + [0] * 40],  # e^100 is past float32: the maximum of an early block counts too
     ],
 )
 @pytest.mark.parametrize("B0", [1, 4])
@@ -141,7 +142,7 @@ def test_scalar_attention_of_any_shape_and_blocks(flashatt, N0, T, B0, B1):
 def test_scalar_attention_of_hard_scores(flashatt):
     rising, one = torch.arange(300.0), torch.ones(1)
     for q, k, v in (
-        (one * -2048, 2048 + rising[:40] / 64, rising[:40]),  # every score below -4194304
+        (one * -2048, 2048 + rising[:40] / 64, rising[:40] + 1),  # every score below -4194304
         (one, rising / 30, rising),
         (torch.tensor([1.0, NAN, 2]), rising / 30, rising),
         (one, torch.tensor([-INF] * 200 + [1, 2]), torch.arange(202.0)),
@@ -149,6 +150,12 @@ def test_scalar_attention_of_hard_scores(flashatt):
         torch.testing.assert_close(
             flashatt(q, k, v).double(), scalar_reference(q, k, v), rtol=1e-5, atol=0, equal_nan=True
         )
+
+
+def test_scalar_attention_of_strided_tensors(flashatt):
+    q, k, v = randn(21, 3).unbind(dim=1)
+    expected = flashatt(q.contiguous(), k.contiguous(), v.contiguous())
+    assert torch.equal(flashatt(q, k, v), expected)
 
 
 def test_scalar_attention_without_keys_is_zero(flashatt):
@@ -206,7 +213,7 @@ def test_attention_rescales_what_it_summed(script):
 
 def test_attention_of_hard_scores(attention):
     q = torch.full((3, 1), -2048.0)  # scores below -4194304, exact in float32
-    k, v = (2048 + torch.arange(40.0) / 64)[:, None], torch.arange(40.0)[:, None]
+    k, v = (2048 + torch.arange(40.0) / 64)[:, None], torch.arange(1.0, 41)[:, None]
     assert_attention(attention(q, k, v), q, k, v, attention.causal)
     # Keys whose score is -inf fill the first blocks.
     q = torch.ones(40, 1)
@@ -254,6 +261,11 @@ def test_gating_of_negative_logits_and_underflow(gating):
     w0, w1, idx0, idx1 = gating(torch.tensor([[200.0, -1, 0, -2]]))
     # Both 2nd candidates underflow to probability 0 and tie: the lesson takes the lower id.
     assert (idx0.item(), idx1.item(), w0.item(), w1.item()) == (0, 1, 1, 0)
+    # Far from 0 on either side e^x is 0 or inf, and padding that read 0 would be the maximum.
+    for far in 200.0, -200.0:
+        w0, w1, idx0, idx1 = gating(torch.tensor([[0.9, -1, 2]]) + far)
+        assert (idx0.item(), idx1.item()) == (2, 0)
+        assert w0.item() == pytest.approx(0.75026, abs=1e-5)
     w0, w1, _, _ = gating(torch.tensor([[0.1, 0.9, -1, 2]]))
     assert (w0.item(), w1.item()) == pytest.approx((0.75026, 0.24974), abs=1e-5)
 
