@@ -6,9 +6,8 @@ import subprocess
 import sys
 
 import pytest
-import triton
 
-from harness.environment import at_least
+from harness.environment import at_least, version
 from harness.run import ROOT, find_scripts
 
 # Bytes of shared memory that one block may use.
@@ -59,7 +58,7 @@ def compile_script(path):
 
 def check(rows):
     """Assert that every row compiled and fits; that there is one at least for every target."""
-    too_old = set() if at_least(triton.__version__, (3, 5)) else {"gfx942"}
+    too_old = set() if at_least(version("triton"), (3, 5)) else {"gfx942"}
     for row in rows:
         if row["target"] not in too_old:
             where = f"{row['kernel']} for {row['target']}"
