@@ -59,12 +59,15 @@ def softmax_kernel_brute_force(x_ptr, z_ptr, N0, N1, T, B0: tl.constexpr, B1: tl
 def softmax_brute_force(x, B0=1, B1=32):
     """Softmax of each row of x [N0, T], float32, forward only; B0, B1 are powers of two.
 
-    Raises TypeError for another dtype, ValueError for another shape or device.
+    Raises TypeError for another dtype, ValueError for another shape or device,
+    or if x requires grad.
     """
     if x.ndim != 2:
         raise ValueError(f"x must be [N0, T], got shape {tuple(x.shape)}")
     if x.dtype != torch.float32:
         raise TypeError(f"x must be float32, got {x.dtype}; convert it with x.float()")
+    if x.requires_grad:
+        raise ValueError("forward only, but x requires grad; use x.detach()")
     if x.device.type != DEVICE:
         raise ValueError(f"x is on {x.device}, the kernel runs on {DEVICE}; use x.to({DEVICE!r})")
     x = x.contiguous()

@@ -71,6 +71,8 @@ def flashatt(q, k, v, B0=64, B1=32):
     for name, x in {"q": q, "k": k, "v": v}.items():
         if x.dtype != torch.float32:
             raise TypeError(f"{name} must be float32, got {x.dtype}; use {name}.float()")
+        if x.requires_grad:
+            raise ValueError(f"forward only, but {name} requires grad; use {name}.detach()")
         if x.device.type != DEVICE:
             raise ValueError(f"{name} is on {x.device}, not {DEVICE}; use {name}.to({DEVICE!r})")
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()

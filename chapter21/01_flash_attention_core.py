@@ -86,6 +86,8 @@ def _run(kernel, q, k, v, BLOCK_M, BLOCK_N):
     for name, x in {"q": q, "k": k, "v": v}.items():
         if x.dtype != torch.float32:
             raise TypeError(f"{name} must be float32, got {x.dtype}; use {name}.float()")
+        if x.requires_grad:
+            raise ValueError(f"forward only, but {name} requires grad; use {name}.detach()")
         if x.device.type != DEVICE:
             raise ValueError(f"{name} is on {x.device}, not {DEVICE}; use {name}.to({DEVICE!r})")
     (M, D), N = q.shape, k.shape[0]

@@ -66,6 +66,8 @@ def moe_top2_gating(logits):
         raise ValueError(f"logits must be [M, E] with E >= 2 experts, got {tuple(logits.shape)}")
     if logits.dtype != torch.float32:
         raise TypeError(f"logits must be float32, got {logits.dtype}; use logits.float()")
+    if logits.requires_grad:
+        raise ValueError("forward only, but logits require grad; use logits.detach()")
     if logits.device.type != DEVICE:
         raise ValueError(f"logits are on {logits.device}, not {DEVICE}; use .to({DEVICE!r})")
     if logits.stride(1) != 1:

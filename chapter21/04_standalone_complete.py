@@ -177,6 +177,8 @@ def _run(kernel, q, k, v, BLOCK_M, BLOCK_N):
     for name, x in {"q": q, "k": k, "v": v}.items():
         if x.dtype != torch.float32:
             raise TypeError(f"{name} must be float32, got {x.dtype}; use {name}.float()")
+        if x.requires_grad:
+            raise ValueError(f"forward only, but {name} requires grad; use {name}.detach()")
         if x.device.type != DEVICE:
             raise ValueError(f"{name} is on {x.device}, not {DEVICE}; use {name}.to({DEVICE!r})")
     (M, D), N = q.shape, k.shape[0]
@@ -222,6 +224,8 @@ def moe_top2_gating(logits):
         raise ValueError(f"logits must be [M, E] with E >= 2 experts, got {tuple(logits.shape)}")
     if logits.dtype != torch.float32:
         raise TypeError(f"logits must be float32, got {logits.dtype}; use logits.float()")
+    if logits.requires_grad:
+        raise ValueError("forward only, but logits require grad; use logits.detach()")
     if logits.device.type != DEVICE:
         raise ValueError(f"logits are on {logits.device}, not {DEVICE}; use .to({DEVICE!r})")
     if logits.stride(1) != 1:

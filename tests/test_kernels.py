@@ -1,68 +1,11 @@
 """The lessons' kernels against float64, on shapes and values that the book's inputs do not try."""
 
 import itertools
-import math
 import re
 
 import pytest
 import torch
-
-SOFTMAXES = [
-    ("chapter08_softmax/01_brute_force_softmax.py", "softmax_brute_force"),
-    ("chapter08_softmax/02_online_softmax.py", "softmax"),
-]
-ATTENTIONS = [
-    ("chapter21/01_flash_attention_core.py", "flash_attention"),
-    ("chapter21/02_causal_flash_attention.py", "causal_flash_attention"),
-]
-INF, NAN = math.inf, math.nan
-
-
-def launcher(script, name, function):
-    """A launcher that takes CPU tensors, whatever device the script chose, and gives them back."""
-    module = script(name)
-
-    def call(*tensors, **options):
-        out = getattr(module, function)(*(t.to(module.DEVICE) for t in tensors), **options)
-        return tuple(t.cpu() for t in out) if isinstance(out, tuple) else out.cpu()
-
-    return call
-
-
-@pytest.fixture(params=SOFTMAXES, ids=[function for _, function in SOFTMAXES])
-def softmax(request, script):
-    return launcher(script, *request.param)
-
-
-@pytest.fixture
-def flashatt(script):
-    return launcher(script, "chapter09_flashattn/01_scalar_flash_attention.py", "flashatt")
-
-
-@pytest.fixture(params=ATTENTIONS, ids=[function for _, function in ATTENTIONS])
-def attention(request, script):
-    call = launcher(script, *request.param)
-    call.causal = request.param[1].startswith("causal")
-    return call
-
-
-@pytest.fixture
-def gating(script):
-    return launcher(script, "chapter21/03_moe_gating.py", "moe_top2_gating")
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def attention_reference(q, k, v, causal):
-    """Attention in float64; causal: row i sees keys 0..i; without keys the result is 0."""
-    q, k, v = q.double(), k.double(), v.double()
-    scores = q @ k.T * q.shape[1] ** -0.5
-    if causal:
-        future = torch.arange(len(q))[:, None] < torch.arange(len(k))[None, :]
-        scores = scores.masked_fill(future, -INF)
-    return torch.softmax(scores, dim=1) @ v
+from conftest import ATTENTIONS, INF, NAN, SOFTMAXES, attention_reference, launcher, randn
 
 
 def assert_softmax(z, x):
@@ -172,14 +115,35 @@ def assert_attention(out, q, k, v, causal):
 
 @pytest.mark.parametrize(
     "M, N, D",
-    [(1, 1, 1), (17, 23, 8), (16, 16, 16), (15, 37, 63), (37, 15, 80), (2, 5, 8), (65, 64, 1)],
+    [
+        (1, 1, 1),
+        (1, 8, 8),
+        (2, 5, 8),
+        (5, 2, 8),
+        (20, 3, 8),
+        (37, 8, 8),
+        (17, 23, 8),
+        (16, 16, 16),
+        (15, 37, 63),
+        (37, 15, 80),
+        (65, 64, 1),
+        (16, 63, 80),
+        (63, 65, 63),
+        (127, 129, 8),
+        (200, 200, 1),
+    ],
 )
-@pytest.mark.parametrize("BLOCK_M, BLOCK_N", [(16, 16), (32, 16), (16, 64)])
+@pytest.mark.parametrize("BLOCK_M, BLOCK_N", [(16, 16), (32, 16), (64, 64)])
 def test_attention_of_any_shape_and_blocks(attention, M, N, D, BLOCK_M, BLOCK_N):
     q, k, v = randn(M, D), randn(N, D, seed=1), randn(N, D, seed=2)
     out = attention(q, k, v, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N)
     assert out.shape == (M, D)
     assert_attention(out, q, k, v, attention.causal)
+
+
+def test_attention_over_one_key_is_its_value(attention):
+    v = randn(1, 8, seed=2)
+    assert torch.equal(attention(randn(5, 8), randn(1, 8, seed=1), v), v.expand(5, 8))
 
 
 def test_attention_of_strided_tensors(attention):
@@ -237,7 +201,9 @@ def test_attention_of_nothing(attention):
 # --- Gating --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("M, E", [(1, 2), (6, 8), (37, 3), (5, 6), (5, 7), (9, 9), (4, 64), (0, 8)])
+@pytest.mark.parametrize(
+    "M, E", [(0, 8), (1, 2), (6, 8), (37, 3), (5, 5), (5, 6), (5, 7), (9, 9), (4, 64), (3, 1000)]
+)
 def test_gating_of_any_shape(gating, M, E):
     logits = randn(M, E)
     w0, w1, idx0, idx1 = gating(logits)
@@ -256,8 +222,10 @@ def test_gating_of_equal_logits_takes_the_lowest_expert(gating):
 
 
 def test_gating_of_negative_logits_and_underflow(gating):
-    _, _, idx0, idx1 = gating(torch.tensor([[-3.0, -2, -1, -4, -5]]))
+    w0, w1, idx0, idx1 = gating(torch.tensor([[-3.0, -2, -1, -4, -5]]))
     assert (idx0.item(), idx1.item()) == (2, 1)
+    # Of the probabilities .6364 and .2341.
+    assert (w0.item(), w1.item()) == pytest.approx((0.73106, 0.26894), abs=1e-5)
     w0, w1, idx0, idx1 = gating(torch.tensor([[200.0, -1, 0, -2]]))
     # Both 2nd candidates underflow to probability 0 and tie: the lesson takes the lower id.
     assert (idx0.item(), idx1.item(), w0.item(), w1.item()) == (0, 1, 1, 0)
@@ -287,26 +255,38 @@ def test_gating_of_strided_rows(gating):
         assert all(torch.equal(a, b) for a, b in zip(gating(logits), expected, strict=True))
 
 
+def test_gating_of_a_row_stride_past_int32(gating):
+    stride = 2**30
+    x = torch.empty(2 * stride + 16, dtype=torch.float32).as_strided((3, 4), (stride, 1))
+    x.copy_(randn(3, 4))
+    assert torch.equal(torch.stack(gating(x)[:2]), torch.stack(gating(x.contiguous())[:2]))
+
+
 # --- Bad arguments -------------------------------------------------------------------------------
 
 ONE, TWO, SQUARE = torch.ones(5), torch.ones(6), torch.ones(5, 8)
+GRAD = torch.ones(5, 8, requires_grad=True)
 BAD = [
     ("softmax", (ONE,), ValueError, r"x must be \[N0, T\], got shape \(5,\)"),
     ("softmax", (SQUARE.long(),), TypeError, "x must be float32, got torch.int64"),
     ("softmax", (SQUARE.bfloat16(),), TypeError, "float32, got torch.bfloat16"),
     ("softmax", (SQUARE.to("meta"),), ValueError, "x is on meta"),
+    ("softmax", (GRAD,), ValueError, "forward only, but x requires grad"),
     ("flashatt", (ONE, ONE, TWO), ValueError, r"k \(5,\), v \(6,\)"),
     ("flashatt", (ONE, ONE, ONE.half()), TypeError, "v must be float32"),
     ("flashatt", (ONE, ONE.to("meta"), ONE), ValueError, "k is on meta"),
+    ("flashatt", (ONE, ONE, GRAD[:, 0]), ValueError, "forward only, but v requires grad"),
     ("attention", (SQUARE, SQUARE, torch.ones(6, 8)), ValueError, r"k \(5, 8\), v \(6, 8\)"),
     ("attention", (SQUARE, torch.ones(5, 16), SQUARE), ValueError, r"q \(5, 8\), k \(5, 16\)"),
     ("attention", (SQUARE, SQUARE, SQUARE.double()), TypeError, "v must be float32"),
     ("attention", (SQUARE, SQUARE.to("meta"), SQUARE), ValueError, "k is on meta"),
     ("attention", (torch.ones(5, 0),) * 3, ValueError, "D = 0"),
+    ("attention", (SQUARE, GRAD, SQUARE), ValueError, "forward only, but k requires grad"),
     ("gating", (torch.tensor([[0.3]]),), ValueError, r"E >= 2 experts, got \(1, 1\)"),
     ("gating", (ONE,), ValueError, r"got \(5,\)"),
     ("gating", (SQUARE.half(),), TypeError, "float32"),
     ("gating", (SQUARE.to("meta"),), ValueError, "on meta"),
+    ("gating", (GRAD,), ValueError, "forward only, but logits require grad"),
 ]
 FUNCTIONS = {
     "softmax": SOFTMAXES,
