@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -166,24 +167,23 @@ def parse_arguments(names):
     return arguments
 
 
-def report(console, arguments, all_names, interpret, start):
+def report(console, arguments, all_names, interpret, start, stop):
     """Run the selected scripts, print a line for each and a summary; the exit code."""
     good, bad, running = [], [], []
-    steps = run_scripts(arguments.names, interpret, arguments.jobs, arguments.timeout)
+    steps = run_scripts(arguments.names, interpret, arguments.jobs, arguments.timeout, stop=stop)
     status = console.status("starting") if console.is_terminal else contextlib.nullcontext()
-    try:
-        with contextlib.closing(steps), status as display:
-            for name, result in steps:
-                if result is None:
-                    running.append(name)
-                else:
-                    running.remove(name)
-                    (good if judge(console, result, arguments.update) else bad).append(name)
-                if display:
-                    done = len(good) + len(bad)
-                    display.update(f"{done} of {len(arguments.names)}: {', '.join(running)}")
-    except KeyboardInterrupt:
-        unfinished = [name for name in arguments.names if name not in good + bad]
+    with contextlib.closing(steps), status as display:
+        for name, result in steps:
+            if result is None:
+                running.append(name)
+            else:
+                running.remove(name)
+                (good if judge(console, result, arguments.update) else bad).append(name)
+            if display:
+                done = len(good) + len(bad)
+                display.update(f"{done} of {len(arguments.names)}: {', '.join(running)}")
+    unfinished = [name for name in arguments.names if name not in good + bad]
+    if unfinished:
         console.print(f"Interrupted. {len(good)} right, {len(bad)} wrong. Not finished:")
         for name in unfinished:
             console.print("  " + name)
@@ -205,9 +205,13 @@ def report(console, arguments, all_names, interpret, start):
 
 def main():
     start = time.monotonic()
+    # A Ctrl-C ends the run at a defined point. As an exception it could come while torch is being
+    # imported, which may swallow it, or before a new process is known, which would then live on.
+    stop = threading.Event()
+    for number in signal.SIGINT, signal.SIGTERM:
+        signal.signal(number, lambda *_: stop.set())
     # A character that the terminal's encoding lacks is shown as an escape.
     sys.stdout.reconfigure(errors="backslashreplace")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     all_names = find_scripts()
     arguments = parse_arguments(all_names)
     if not all_names:
@@ -232,7 +236,7 @@ def main():
     versions = ", ".join(f"{p} {version(p)}" for p in ("torch", "triton", "numpy"))
     console.print(f"Python {sys.version.split()[0]}, {versions}")
     console.print(f"Backend: {backend}")
-    return report(console, arguments, all_names, interpret, start)
+    return report(console, arguments, all_names, interpret, start, stop)
 
 
 if __name__ == "__main__":

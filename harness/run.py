@@ -47,6 +47,11 @@ def start_server():
 def child(script, interpret, stdout_path, stderr_path):
     """Become `python script`, with stdout and stderr in files. Runs in a fork of the server."""
     os.setsid()  # a session of its own, so that it can be killed with all that it starts
+    # What the server opened is not for programs that the script starts: one that outlives the
+    # script would hold this process's end of a pipe, and whoever reads the other end would wait.
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):
+            os.set_inheritable(descriptor, descriptor < 3)
     for descriptor, path in (1, stdout_path), (2, stderr_path):
         opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(opened, descriptor)
@@ -93,12 +98,12 @@ def read_output(path):
         return file.read(OUTPUT_LIMIT).decode("utf-8", errors="backslashreplace")
 
 
-def run_scripts(names, interpret, jobs, timeout, root=ROOT):
+def run_scripts(names, interpret, jobs, timeout, root=ROOT, stop=None):
     """Run scripts, `jobs` at a time; yield (name, None) when one starts, (name, Result) at its end.
 
     interpret: run in Triton's interpreter instead of on the GPU. timeout: seconds for one script.
-    root: the folder that the names are relative to.
-    Closing the generator, or an exception in it, kills what still runs.
+    root: the folder that the names are relative to. stop: a threading.Event that ends it early.
+    Whatever ends the generator early, what still runs is killed.
     """
     waiting, running = list(reversed(names)), {}
     with tempfile.TemporaryDirectory() as folder:
@@ -107,7 +112,7 @@ def run_scripts(names, interpret, jobs, timeout, root=ROOT):
             return tuple(Path(folder, name.replace("/", "_") + end) for end in (".out", ".err"))
 
         try:
-            while waiting or running:
+            while (waiting or running) and not (stop and stop.is_set()):
                 while waiting and len(running) < jobs:
                     name = waiting.pop()
                     process = FORKSERVER.Process(

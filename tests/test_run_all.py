@@ -23,12 +23,14 @@ CASES = {
     "argv": ("import sys; print(len(sys.argv), __name__, sys.path[0].endswith('chapter01'))",
              "1 __main__ True\n", "ok"),
     "exits_0": ("import sys; print(1); sys.exit(0)", "1\n", "ok"),
+    "leaves_daemon": ("import os\nif os.fork() == 0:\n    os.setsid()\n"
+                      "    os.execvp('sleep', ['sleep', '9'])\nprint(1)", "1\n", "ok"),
     "leaves_child": ("import subprocess; subprocess.Popen(['sleep', '612']); print(1)",
                      "1\n", "ok"),
     "wrong": ("print('a'); print('sum 0.6')", "a\nsum 0.5\n", "0.6 is off by 0.1, allowed 5.1e-05"),
     "nan": ("print('sum nan')", "sum 0.5\n", "nan is not 0.5"),
     "short": ("print('a')", "a\nb\n", "line missing"),
-    "missing": ("print('a')", None, "expected_outputs/chapter01/11_missing.txt is missing"),
+    "missing": ("print('a')", None, "expected_outputs/chapter01/12_missing.txt is missing"),
     "exits_3": ("import sys; print('right'); sys.exit(3)", "right\n", "exit code 3"),
     "raises": ("print('right'); raise ValueError('no \u00fc')", "right\n", "exit code 1"),
     "syntax": ("print('right'", "right\n", "SyntaxError"),
@@ -100,7 +102,7 @@ def test_verdict(name, all_cases):
 
 def test_a_failing_script_is_shown(all_cases):
     assert all_cases.returncode == 1
-    assert "7 of 17 scripts right" in all_cases.stdout
+    assert "8 of 18 scripts right" in all_cases.stdout
     assert "before the end" in section(all_cases.stdout, "aborts")
     assert "going in" in section(all_cases.stdout, "hangs")
     assert "ValueError: no \\xfc" in section(all_cases.stdout, "raises")
@@ -123,32 +125,32 @@ def test_a_missing_expected_file_fails_again_and_again(tmp_path):
     for _ in range(2):
         done = run(root)
         assert done.returncode == 1
-        assert "11_missing.txt is missing" in done.stdout
+        assert "12_missing.txt is missing" in done.stdout
     assert run(root, "--update").returncode == 0
-    assert (root / "expected_outputs/chapter01/11_missing.txt").read_text() == "a\n"
+    assert (root / "expected_outputs/chapter01/12_missing.txt").read_text() == "a\n"
 
 
 def test_an_expected_file_without_a_script_fails(small):
     (small / NAMES["wrong"]).unlink()
     done = run(small)
     assert done.returncode == 1
-    assert "expected_outputs/chapter01/08_wrong.txt has no script" in done.stdout
+    assert "expected_outputs/chapter01/09_wrong.txt has no script" in done.stdout
 
 
 def test_update_writes_what_differs_and_shows_it(small):
     before = (small / "expected_outputs/chapter01/01_good.txt").read_bytes()
     done = run(small, "--update")
     assert done.returncode == 0
-    assert "updated expected_outputs/chapter01/08_wrong.txt" in done.stdout
+    assert "updated expected_outputs/chapter01/09_wrong.txt" in done.stdout
     assert "sum 0.5" in done.stdout and "sum 0.6" in done.stdout
-    assert (small / "expected_outputs/chapter01/08_wrong.txt").read_bytes() == b"a\nsum 0.6\n"
+    assert (small / "expected_outputs/chapter01/09_wrong.txt").read_bytes() == b"a\nsum 0.6\n"
     assert (small / "expected_outputs/chapter01/01_good.txt").read_bytes() == before
 
 
 @pytest.mark.parametrize("code", ["print('ok? False')", "print('ok? Tru'); raise ValueError"])
 def test_update_refuses_a_failing_script_and_true_to_false(code, small):
     (small / NAMES["wrong"]).write_text(code)
-    expected = small / "expected_outputs/chapter01/08_wrong.txt"
+    expected = small / "expected_outputs/chapter01/09_wrong.txt"
     expected.write_text("ok? True\n")
     done = run(small, "--update")
     assert done.returncode == 1
@@ -189,6 +191,17 @@ def test_ctrl_c_reports_what_finished_and_leaves_nothing(tmp_path):
     assert process.returncode == 130
     assert "1 right" in output and NAMES["hangs"] in output.split("Not finished")[1]
     assert not running("sleep 614")
+
+
+@pytest.mark.parametrize("seconds", [0.6, 1.2, 2.4])
+def test_ctrl_c_while_starting(seconds, tmp_path):
+    """Importing torch may swallow an exception; the run must end all the same."""
+    root = make_repository(tmp_path / "r", {"hangs": CASES["hangs"]})
+    process = subprocess.Popen([sys.executable, root / "run_all.py"], stdout=subprocess.DEVNULL)
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=SLOW_START) == 130
+    assert not running("sleep 613")
 
 
 # A stand-in for a package, in a folder that comes first on the path.
