@@ -1,0 +1,484 @@
+"""Puzzle 8, fast: a ladder of kernels from the puzzle's to nearly the speed of a copy.
+
+Softmax must read x once and write z once, so a copy of as many bytes is the yardstick. Fractions
+of its speed on an H200 (4.1 TB/s) for float32 rows (--bench prints every length, and bfloat16):
+
+    1  two passes, 32 columns at a time        0.10  of 131072 columns: small loads, few in flight
+    2  two passes, 4096 columns at a time      0.63  of 131072: wide loads, but x is read twice
+    3  short rows: several rows per program    1.01  of 256: no program is left with little to do
+    4  middle rows: one row in registers       0.99  of 16384: x is read once
+    5  long rows: a row split over programs    0.94  of 131072: x is read once, nobody holds it all
+
+Rung 5 rests on what online softmax is about: the maximum and sum of a piece can be merged with
+those of the other pieces. A row's programs exchange these two numbers while the pieces stay in
+registers. They wait for one another, so all must run at the same time; the interpreter runs them
+one by one and therefore takes rung 2 instead.
+
+    python 04_fast_softmax.py                     checks, on small sizes
+    python 04_fast_softmax.py --bench [--out DIR] the table beside the peers, on a GPU
+"""
+
+import argparse
+import os
+import sys
+
+import torch
+
+# Without a GPU, Triton's interpreter runs the kernels; it must be chosen before triton is imported.
+INTERPRET = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
+DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRET else "cpu"
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import triton
+import triton.language as tl
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+IN_REGISTERS = 16384  # the longest row that one program holds
+REGISTERS = 65536  # of one multiprocessor, on every NVIDIA GPU since 2014
+
+
+@triton.jit
+def exp_approx(x):
+    """e^x as 2^(log2(e) x): the GPU's exponential unit computes powers of two."""
+    return tl.exp2(1.44269504 * x)
+
+
+@triton.jit
+def two_pass_kernel(x_ptr, z_ptr, T, x_stride, z_stride, B1: tl.constexpr):
+    """Rungs 1 and 2: the puzzle's online softmax, one row per program."""
+    row = tl.program_id(0).to(tl.int64)
+    x_row, z_row = x_ptr + row * x_stride, z_ptr + row * z_stride
+    row_max = tl.full((1,), float("-inf"), tl.float32)
+    row_sum_exp = tl.zeros((1,), tl.float32)
+    for start in range(0, T, B1):
+        cols = start + tl.arange(0, B1)
+        x = tl.load(x_row + cols, mask=cols < T, other=float("-inf")).to(tl.float32)
+        new_max = tl.maximum(row_max, tl.max(x, axis=0, keep_dims=True))
+        # A row of nothing but -inf so far: subtract 0, as -inf - -inf is NaN.
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        row_sum_exp *= exp_approx(row_max - shift)
+        row_sum_exp += tl.sum(exp_approx(x - shift), axis=0, keep_dims=True)
+        row_max = new_max
+    for start in range(0, T, B1):
+        cols = start + tl.arange(0, B1)
+        x = tl.load(x_row + cols, mask=cols < T, other=float("-inf")).to(tl.float32)
+        tl.store(z_row + cols, exp_approx(x - row_max) / row_sum_exp, mask=cols < T)
+
+
+@triton.jit
+def split_edges(start, T, EDGE: tl.constexpr):
+    """Where a row's 16-byte groups begin and how many columns they hold; the columns beside them.
+
+    A row that starts anywhere cannot be loaded 16 bytes at a time, but all of it except its edges
+    can: fewer than EDGE columns before its first aligned address and after its last.
+    """
+    head = (EDGE - start % EDGE) % EDGE
+    body = (T - head) // EDGE * EDGE
+    # Written as a multiple of EDGE, so that the compiler sees the alignment.
+    aligned = (start + EDGE - 1) // EDGE * EDGE
+    i = tl.arange(0, 2 * EDGE)[None, :]
+    cols = tl.where(i < EDGE, i, head + body + i - EDGE)
+    return aligned, body, cols, tl.where(i < EDGE, i < head, cols < T)
+
+
+@triton.jit
+def rows_kernel(
+    x_ptr, z_ptr, N0, T, x_stride, z_stride,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
+    """Rungs 3 and 4: ROWS whole rows stay in registers, x is read once."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    cols = tl.arange(0, BLOCK)[None, :]
+    x_at, z_at = rows * x_stride, rows * z_stride
+    body = T
+    if EDGE:
+        x_aligned, body, edge_cols, edge_mask = split_edges(x_at, T, EDGE)
+        z_aligned = (z_at + EDGE - 1) // EDGE * EDGE
+        x_edges, z_edges = x_ptr + x_at + edge_cols, z_ptr + z_at + edge_cols
+        edge_mask = edge_mask & (rows < N0)
+        # A row past the last one reads 0, so that nothing computes -inf - -inf for it.
+        edge_other = tl.where(rows < N0, float("-inf"), 0.0)
+        edges = tl.load(x_edges, mask=edge_mask, other=0.0).to(tl.float32)
+        edges = tl.where(edge_mask, edges, edge_other)
+        x_at, z_at = x_aligned, z_aligned
+    mask = (rows < N0) & (cols < body)
+    x = tl.load(x_ptr + x_at + cols, mask=mask, other=float("-inf")).to(tl.float32)
+    row_max = tl.max(x, axis=1, keep_dims=True)
+    if EDGE:
+        row_max = tl.maximum(row_max, tl.max(edges, axis=1, keep_dims=True))
+    row_max = tl.where(rows < N0, row_max, 0.0)
+    x = exp_approx(x - row_max)
+    row_sum_exp = tl.sum(x, axis=1, keep_dims=True)
+    if EDGE:
+        edges = exp_approx(edges - row_max)
+        row_sum_exp += tl.sum(edges, axis=1, keep_dims=True)
+        tl.store(z_edges, edges / row_sum_exp, mask=edge_mask)
+    # One division per row; a row past the last one has the sum 0, and is not stored.
+    scale = 1.0 / tl.where(rows < N0, row_sum_exp, 1.0)
+    tl.store(z_ptr + z_at + cols, x * scale, mask=mask)
+
+
+@triton.jit
+def piece(ticket, N0, T, stride, PIECES, SIZE, BLOCK: tl.constexpr, EDGE: tl.constexpr):
+    """Offsets and masks of piece ticket % PIECES of row ticket // PIECES, and of its edges."""
+    row = (ticket // PIECES).to(tl.int64)
+    first = ticket % PIECES * SIZE
+    cols = tl.arange(0, BLOCK)[None, :]
+    there = row < N0
+    at = row * stride
+    body = T
+    edge_at, edge_mask = at + cols, cols < 0
+    if EDGE:
+        aligned, body, edge_cols, edge_mask = split_edges(at, T, EDGE)
+        # The row's first piece takes the edges at both ends.
+        edge_at, edge_mask = at + edge_cols, edge_mask & there & (first == 0)
+        at = aligned
+    return at + first + cols, there & (cols < SIZE) & (first + cols < body), edge_at, edge_mask
+
+
+@triton.jit
+def split_row_kernel(
+    x_ptr, z_ptr, partial_ptr, N0, T, x_stride, z_stride, PIECES, SIZE,
+    BLOCK: tl.constexpr, SLOTS: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
+    """Rung 5: PIECES programs share a row; each holds SIZE columns in registers.
+
+    A program takes every tl.num_programs-th piece, rows in order. All programs are resident, and
+    so whoever holds a piece of the first unfinished row need not wait to publish: no deadlock.
+    """
+    step = tl.num_programs(0)
+    slots = tl.arange(0, SLOTS)
+    at, mask, edge_at, edge_mask = piece(
+        tl.program_id(0), N0, T, x_stride, PIECES, SIZE, BLOCK, EDGE
+    )
+    loaded = tl.load(x_ptr + at, mask=mask, other=float("-inf"))
+    if EDGE:
+        loaded_edges = tl.load(x_ptr + edge_at, mask=edge_mask, other=float("-inf"))
+    for ticket in range(tl.program_id(0), N0 * PIECES, step):
+        x = loaded.to(tl.float32)
+        piece_max = tl.max(tl.max(x, axis=1), axis=0)
+        if EDGE:
+            edges = loaded_edges.to(tl.float32)
+            piece_max = tl.maximum(piece_max, tl.max(tl.max(edges, axis=1), axis=0))
+        shift = tl.where(piece_max == float("-inf"), 0.0, piece_max)
+        x = exp_approx(x - shift)
+        piece_sum = tl.sum(tl.sum(x, axis=1), axis=0)
+        if EDGE:
+            edges = exp_approx(edges - shift)
+            piece_sum += tl.sum(tl.sum(edges, axis=1), axis=0)
+
+        # Publish both numbers in one 64-bit word, which nobody can see half written. It is its
+        # own flag: a maximum of 0 comes with a sum of 1 or more, so the word is never 0.
+        high = piece_max.to(tl.int32, bitcast=True).to(tl.int64) << 32
+        low = piece_sum.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+        row_partials = partial_ptr + (ticket // PIECES).to(tl.int64) * PIECES
+        tl.atomic_xchg(row_partials + ticket % PIECES, high | low, sem="relaxed")
+
+        # The next piece is on its way while this one waits for its row.
+        at, mask, edge_at, edge_mask = piece(
+            ticket + step, N0, T, x_stride, PIECES, SIZE, BLOCK, EDGE
+        )
+        loaded = tl.load(x_ptr + at, mask=mask, other=float("-inf"))
+        if EDGE:
+            loaded_edges = tl.load(x_ptr + edge_at, mask=edge_mask, other=float("-inf"))
+
+        words = tl.load(row_partials + slots, mask=slots < PIECES, other=1, volatile=True)
+        while tl.min((words != 0).to(tl.int32), axis=0) == 0:
+            words = tl.load(row_partials + slots, mask=slots < PIECES, other=1, volatile=True)
+
+        # Merge: every sum is relative to its own maximum and is made relative to the row's.
+        maxima = (words >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+        maxima = tl.where(slots < PIECES, maxima, float("-inf"))
+        sums = tl.where(slots < PIECES, words.to(tl.int32).to(tl.float32, bitcast=True), 0.0)
+        row_max = tl.max(maxima, axis=0)
+        row_sum_exp = tl.sum(sums * exp_approx(maxima - row_max), axis=0)
+        scale = exp_approx(piece_max - row_max) / row_sum_exp
+        at, mask, edge_at, edge_mask = piece(ticket, N0, T, z_stride, PIECES, SIZE, BLOCK, EDGE)
+        tl.store(z_ptr + at, x * scale, mask=mask)
+        if EDGE:
+            tl.store(z_ptr + edge_at, edges * scale, mask=edge_mask)
+
+
+def edge_width(x, z):
+    """Columns in 16 bytes if rows start unaligned, 0 if they are aligned or cannot be split."""
+    T, width = x.shape[1], 16 // x.element_size()
+    if T % 16 == 0 and x.stride(0) % 16 == 0 and z.stride(0) % 16 == 0:
+        return 0
+    # x and z must be unaligned by the same number of columns in every row.
+    same = (x.stride(0) - z.stride(0)) % width == 0
+    return width if same and T >= 64 and x.data_ptr() % 16 == z.data_ptr() % 16 == 0 else 0
+
+
+def launch_two_pass(x, z, B1=4096):
+    N0, T = x.shape
+    two_pass_kernel[(N0,)](x, z, T, x.stride(0), z.stride(0), B1)
+
+
+def launch_rows(x, z):
+    N0, T = x.shape
+    BLOCK, EDGE = triton.next_power_of_2(T), edge_width(x, z)
+    ROWS = max(1, 1024 // BLOCK)
+    # Measured: about 1024 elements per warp, twice that where an element has 2 bytes.
+    warps = max(1, BLOCK // 1024)
+    options = {}
+    if x.element_size() == 2 and BLOCK >= 8192:
+        warps //= 2
+        if BLOCK == 16384 and not EDGE and DEVICE == "cuda" and torch.version.hip is None:
+            options["maxnreg"] = 80  # so that three programs fit a multiprocessor, not two
+    grid = (triton.cdiv(N0, ROWS),)
+    rows_kernel[grid](
+        x, z, N0, T, x.stride(0), z.stride(0), ROWS, BLOCK, EDGE, num_warps=warps, **options
+    )
+
+
+def split(itemsize):
+    """Columns per piece, and registers per thread, of rung 5 (4 warps per program)."""
+    return (4096, 96) if itemsize == 4 else (8192, 128)
+
+
+def resident(itemsize):
+    """How many programs of rung 5 the GPU runs at the same time."""
+    if DEVICE == "cpu" or torch.version.hip is not None:
+        return 1
+    per_multiprocessor = REGISTERS // (split(itemsize)[1] * 4 * 32)
+    return per_multiprocessor * torch.cuda.get_device_properties(0).multi_processor_count
+
+
+def launch_split_row(x, z):
+    N0, T = x.shape
+    columns, registers = split(x.element_size())
+    PIECES = triton.cdiv(T, columns)
+    SIZE = triton.cdiv(triton.cdiv(T, PIECES), 16) * 16
+    partials = torch.zeros(N0 * PIECES, dtype=torch.int64, device=x.device)
+    grid = (min(N0 * PIECES, resident(x.element_size())),)
+    # A cooperative launch fails, rather than hangs, if not all programs can be resident.
+    options = {"launch_cooperative_grid": True, "maxnreg": registers} if DEVICE == "cuda" else {}
+    split_row_kernel[grid](
+        x, z, partials, N0, T, x.stride(0), z.stride(0), PIECES, SIZE,
+        triton.next_power_of_2(SIZE), triton.next_power_of_2(PIECES), edge_width(x, z),
+        num_warps=4, **options,
+    )  # fmt: skip
+
+
+def gpu_only_launches():
+    """Launches whose programs wait for one another: they compile here, but only run on a GPU."""
+    for x in (torch.empty(2, 20001), torch.empty(2, 32768, dtype=torch.bfloat16)):
+        launch_split_row(x, torch.empty_like(x))
+
+
+def choose_rung(T, itemsize):
+    """The launcher for rows of T columns."""
+    if T <= IN_REGISTERS:
+        return launch_rows
+    if triton.cdiv(T, split(itemsize)[0]) <= resident(itemsize):
+        return launch_split_row
+    return launch_two_pass
+
+
+def fast_softmax(x, out=None):
+    """Softmax of each row of x [N0, T], T up to 2**20, float32 inside, in x's dtype; forward only.
+
+    Rows may be strided; columns that are get copied. out: a tensor like x, or x itself.
+    Raises TypeError for a dtype other than float32, float16 and bfloat16, ValueError for
+    another shape or device, or if x requires grad.
+    """
+    if x.ndim != 2 or x.shape[1] > 2**20:
+        raise ValueError(f"x must be [N0, T] with T <= 2**20, got shape {tuple(x.shape)}")
+    if x.dtype not in DTYPES:
+        raise TypeError(f"x must be float32, float16 or bfloat16, got {x.dtype}; use x.float()")
+    if x.requires_grad:
+        raise ValueError("forward only, but x requires grad; use x.detach()")
+    if x.device.type != DEVICE:
+        raise ValueError(f"x is on {x.device}, the kernel runs on {DEVICE}; use x.to({DEVICE!r})")
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if (out.shape, out.dtype, out.device) != (x.shape, x.dtype, x.device):
+        raise ValueError(
+            f"out must be like x: {tuple(x.shape)}, {x.dtype}, {x.device}; "
+            f"got {tuple(out.shape)}, {out.dtype}, {out.device}"
+        )
+    if x.numel() == 0:
+        return out
+    if x.shape[1] > 1 and out.stride(1) != 1 or x.shape[0] > 1 and out.stride(0) < x.shape[1]:
+        raise ValueError(f"out's rows must be contiguous and apart, got strides {out.stride()}")
+    if x.shape[1] > 1 and x.stride(1) != 1:
+        x = x.contiguous()
+    choose_rung(x.shape[1], x.element_size())(x, out)
+    return out
+
+
+def fast_right(x, **options):
+    """Is fast_softmax(x) the softmax in float64, to the precision of x's dtype?"""
+    want = torch.softmax(x.double(), dim=1)
+    z = fast_softmax(x.to(DEVICE), **options).cpu()
+    rtol = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}[x.dtype]
+    atol = 1e-37 if x.dtype != torch.float16 else 1e-7
+    return z.dtype == x.dtype and torch.allclose(z.double(), want, rtol=rtol, atol=atol)
+
+
+def puzzle_8_fast():
+    torch.manual_seed(0)
+    print("=== Puzzle 8, fast: every rung against float64 ===")
+    for name, shape in {
+        "several rows per program": (37, 200),
+        "a row in registers": (3, 5003),
+        "a long row": (2, 20000),
+    }.items():
+        for dtype in DTYPES:
+            x = (torch.randn(*shape) * 5).to(dtype)
+            print(f"{name}, {str(dtype)[6:]}: right? {fast_right(x)}")
+    z = torch.empty(2, 300, device=DEVICE)
+    x = torch.randn(2, 300)
+    for B1 in (32, 4096):
+        launch_two_pass(x.to(DEVICE), z, B1)
+        right = torch.allclose(z.cpu(), torch.softmax(x, dim=1), rtol=1e-5, atol=0)
+        print(f"two passes, {B1} columns at a time: right? {right}")
+
+    print("\n=== Puzzle 8, fast: strided rows, in place ===")
+    buffer = torch.randn(5, 128)
+    print(f"rows of a wider buffer: right? {fast_right(buffer[:, 3:80])}")
+    x, want = buffer.to(DEVICE), torch.softmax(buffer, dim=1)
+    z = fast_softmax(x, out=x).cpu()
+    same = torch.allclose(z, want, rtol=1e-5, atol=0)
+    print(f"in place: right? {same}")
+
+    print("\n=== Puzzle 8, fast: what the puzzle's own input does not test ===")
+    print(f"rows near -200: right? {fast_right(torch.randn(4, 100) - 200)}")
+    x = torch.randn(2, 20000)
+    x[:, :9000] = float("-inf")
+    print(f"9000 x -inf first: right? {fast_right(x)}")
+    chosen = choose_rung(20000, 4).__name__
+    skipped = "skipped here: " if chosen != "launch_split_row" else ""
+    print(f"{skipped}rung 5 (long rows took {chosen})", file=sys.stderr)
+
+
+BENCH_COLUMNS = (256, 1000, 1024, 4096, 5003, 16384, 50257, 65536, 128256, 131072, 262144)
+
+
+def bench_peers():
+    """Name to function; Liger where it imports."""
+    peers = {"torch": lambda x: torch.softmax(x, dim=1)}
+    peers["torch.compile"] = torch.compile(lambda x: torch.softmax(x, dim=1))
+    try:
+        from liger_kernel.transformers import LigerSoftmax
+
+        peers["Liger"] = LigerSoftmax()
+    except ImportError:
+        pass
+    return peers
+
+
+def bench_cell(T, dtype, peers):
+    """One row of the table: times in ms of a copy, of ours and of the peers."""
+    rows = 2**29 // dtype.itemsize // T
+    x = torch.randn(rows, T, device=DEVICE).to(dtype)
+    z = torch.empty_like(x)
+
+    def median(run):
+        return triton.testing.do_bench(run, warmup=20, rep=80, return_mode="median")
+
+    def error(got):
+        some = slice(-256, None)
+        want = torch.softmax(x[some].double(), dim=1)
+        return ((got[some].double() - want).norm() / want.norm()).item()
+
+    tolerance = 1e-5 if dtype == torch.float32 else 5e-3
+    z.fill_(float("nan"))
+    fast_softmax(x, out=z)
+    whole = torch.softmax(x, dim=1)
+    close = torch.allclose(z, whole, rtol=1e-4 if dtype == torch.float32 else 2e-2, atol=1e-9)
+    if error(z) > tolerance or not close:
+        raise RuntimeError(f"wrong result: {rows} x {T} {dtype}")
+    del whole
+    cell = {"rows": rows, "columns": T, "dtype": str(dtype)[6:]}
+    cell["rung"] = choose_rung(T, dtype.itemsize).__name__.removeprefix("launch_")
+    cell["ms"] = median(lambda: fast_softmax(x, out=z))
+    copy = median(lambda: z.copy_(x))
+    cell["GB/s"] = 2 * x.nbytes / cell["ms"] / 1e6
+    cell["copy GB/s"] = 2 * x.nbytes / copy / 1e6
+    cell["of copy"] = copy / cell["ms"]
+    for name, peer in peers.items():
+        torch._dynamo.reset()
+        try:
+            if not error(peer(x)) <= tolerance:
+                raise ValueError("wrong result")
+            cell[f"{name} / ours"] = median(lambda peer=peer: peer(x)) / cell["ms"]
+        except Exception as problem:
+            print(f"{name} refuses {rows} x {T}: {type(problem).__name__}", file=sys.stderr)
+            cell[f"{name} / ours"] = float("nan")
+    return cell
+
+
+def bench_ladder():
+    """Fractions of the copy's speed on rows of 131072 float32, for the docstring's table."""
+    x = torch.randn(1024, 131072, device=DEVICE)
+    z = torch.empty_like(x)
+    time = {
+        "copy": lambda: z.copy_(x),
+        "two passes, 32 columns": lambda: launch_two_pass(x, z, 32),
+        "two passes, 4096 columns": lambda: launch_two_pass(x, z),
+        "a row split over programs": lambda: launch_split_row(x, z),
+    }
+    time = {name: triton.testing.do_bench(f, return_mode="median") for name, f in time.items()}
+    return {name: time["copy"] / ms for name, ms in time.items()}
+
+
+def bench(folder):
+    """Print the table; write softmax.csv and softmax.png into folder, or beside the script."""
+    if DEVICE == "cpu":
+        raise SystemExit("--bench needs a GPU and TRITON_INTERPRET unset")
+    import datetime
+    import pathlib
+
+    # Only the table and the plot need these two.
+    import matplotlib
+    import pandas
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    gpu = torch.cuda.get_device_name()
+    if folder is None:
+        root = pathlib.Path(__file__).resolve().parent.parent
+        folder = root / "benchmarks" / gpu.lower().replace(" ", "-")
+    folder = pathlib.Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, fraction in bench_ladder().items():
+        print(f"rows of 131072 float32, {name}: {fraction:.3f} of copy", flush=True)
+    peers = bench_peers()
+    cells = []
+    for dtype in (torch.float32, torch.bfloat16):
+        for T in BENCH_COLUMNS:
+            cells.append(bench_cell(T, dtype, peers))
+            print(f"{T} {str(dtype)[6:]}: {cells[-1]['of copy']:.3f}", file=sys.stderr, flush=True)
+    table = pandas.DataFrame(cells)
+    print(table.round(3).to_string(index=False))
+    table["GPU"], table["torch"], table["triton"] = gpu, torch.__version__, triton.__version__
+    table["date"] = datetime.date.today().isoformat()
+    table.to_csv(folder / "softmax.csv", index=False, float_format="%.5g")
+
+    figure, panels = pyplot.subplots(1, 2, figsize=(12, 4.5), sharey=True)
+    for panel, (dtype, part) in zip(panels, table.groupby("dtype", sort=False), strict=True):
+        part = part.sort_values("columns")
+        panel.plot(part["columns"], part["copy GB/s"], "k--", label="copy")
+        panel.plot(part["columns"], part["GB/s"], "o-", label="fast_softmax")
+        for name in peers:
+            speed = part["GB/s"] / part[f"{name} / ours"]
+            panel.plot(part["columns"], speed, ".-", label=name)
+        panel.set(xscale="log", xlabel="columns", title=f"softmax, {dtype}, {gpu}", ylim=0)
+    panels[0].set_ylabel("GB/s, read once and written once")
+    panels[0].legend()
+    figure.tight_layout()
+    figure.savefig(folder / "softmax.png", dpi=120)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Fast softmax: checks, or with --bench a table.")
+    parser.add_argument("--bench", action="store_true", help="measure, on a GPU")
+    parser.add_argument("--out", help="folder for softmax.csv and softmax.png")
+    options = parser.parse_args()
+    if options.bench:
+        bench(options.out)
+    else:
+        puzzle_8_fast()
