@@ -251,8 +251,8 @@ SCALAR = {
     "two blocks of keys: both count": Property(
         lambda: [scalar_case([1], [0] * 8, FOUR + [4, 5, 6, 7])],
         "Both running sums take a block in addition to what they had.",
-        "The loop sees one block at a time; exp_sum and z carry what earlier blocks gave. A maximum "
-        "that is not kept (qk_max = new_max) makes the next factor e^(-inf) = 0.",
+        "The loop sees one block at a time; exp_sum and z carry what earlier blocks gave. A "
+        "maximum that is not kept (qk_max = new_max) makes the next factor e^(-inf) = 0.",
     ),
     "a maximum that rises rescales both sums": Property(
         lambda: [scalar_case([1], [0] * 4 + [1] * 4, FOUR + [4, 5, 6, 7])],
