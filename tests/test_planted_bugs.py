@@ -34,6 +34,7 @@ class Bug(NamedTuple):
 
 THREE_PASSES = "chapter08_softmax/01_brute_force_softmax.py"
 ONLINE = "chapter08_softmax/02_online_softmax.py"
+FAST = "chapter08_softmax/04_fast_softmax.py"
 SCALAR = "chapter09_flashattn/01_scalar_flash_attention.py"
 CORE = "chapter21/01_flash_attention_core.py"
 CAUSAL = "chapter21/02_causal_flash_attention.py"
@@ -73,6 +74,17 @@ BUGS = {
             Bug("exp_approx(x - shift)", "exp_approx(x - row_max)"),
             Bug("row_max = new_max", "pass"),
             Bug("tl.maximum(row_max, tl", "tl.minimum(row_max, tl"),
+        ],
+    },
+    FAST: {
+        "two_pass_kernel": [
+            Bug("row_sum_exp *= exp_approx(row_max - shift)", "pass"),
+            Bug(f"tl.where(new_max == {INF}, 0.0, new_max)", "new_max"),
+        ],
+        "rows_kernel": [
+            Bug(f"mask=mask, other={INF}", "mask=mask, other=0.0"),
+            Bug("row_sum_exp += tl.sum(edges, axis=1, keep_dims=True)", "pass"),
+            Bug("x_at, z_at = rows * x_stride", "x_at, z_at = rows * T"),
         ],
     },
     SCALAR: {
