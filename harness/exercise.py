@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
 MARGIN = 4096  # elements on either side of a tensor; a multiple of 16 bytes, as alignment matters
 # What stands in an output until a kernel writes it: a NaN that no computation gives; for ids, -1e9.
 UNWRITTEN = {torch.float32: 0x7FC0BEEF, torch.int32: -1_000_000_000}

@@ -310,7 +310,7 @@ SCALAR = {
 
 
 def attention_reference(q, k, v, causal):
-    """In float64, the whole matrix; 0 where a row sees no key."""
+    """Attention in float64; causal: row i sees keys 0..i; without keys the result is 0."""
     scores = q.double() @ k.double().T * q.shape[1] ** -0.5
     if causal:
         future = torch.ones_like(scores, dtype=torch.bool).triu(diagonal=1)

@@ -76,13 +76,3 @@ def gating(script):
 
 def randn(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def attention_reference(q, k, v, causal):
-    """Attention in float64; causal: row i sees keys 0..i; without keys the result is 0."""
-    q, k, v = q.double(), k.double(), v.double()
-    scores = q @ k.T * q.shape[1] ** -0.5
-    if causal:
-        future = torch.arange(len(q))[:, None] < torch.arange(len(k))[None, :]
-        scores = scores.masked_fill(future, -INF)
-    return torch.softmax(scores, dim=1) @ v

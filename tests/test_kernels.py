@@ -5,7 +5,9 @@ import re
 
 import pytest
 import torch
-from conftest import ATTENTIONS, INF, NAN, SOFTMAXES, attention_reference, launcher, randn
+from conftest import ATTENTIONS, INF, NAN, SOFTMAXES, launcher, randn
+
+from harness.properties import attention_reference
 
 
 def assert_softmax(z, x):

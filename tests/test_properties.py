@@ -4,9 +4,11 @@ The profile is bounded and derandomised: every run tries the same examples.
 """
 
 import torch
-from conftest import attention_reference, randn
+from conftest import randn
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from harness.properties import attention_reference
 
 settings.register_profile("bounded", max_examples=25, derandomize=True, deadline=None)
 settings.load_profile("bounded")
