@@ -75,6 +75,10 @@ try:
         warpgroup_mma_wait,
     )
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    # The older names are gone from triton 3.9.
+    copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+    copy_out = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 except ImportError:  # no Gluon, or another one: then the kernels below are defined, but cannot run
     gluon, gl, TensorDescriptor = triton, tl, None
 
@@ -136,7 +140,7 @@ def find_tile(t, tiling, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: g
 def copy_tile(desc, batch, head, row, smem, full):
     """Start the copy of a tile; full completes when all of its bytes are there."""
     mbarrier.expect(full, desc.block_type.shape[2] * desc.block_type.shape[3] * 2)
-    tma.async_copy_global_to_shared(desc, [batch, head, row, 0], full, smem)
+    copy_in(desc, [batch, head, row, 0], full, smem)
 
 
 @gluon.jit
@@ -368,7 +372,7 @@ def consume(
         # written by it and are read through a barrier.
         fence_async_shared()
         b = bh // Hq
-        tma.async_copy_shared_to_global(o_desc, [b, bh - b * Hq, first_row + 64 * WG, 0], o_tile)
+        copy_out(o_desc, [b, bh - b * Hq, first_row + 64 * WG, 0], o_tile)
     tma.store_wait(0)
 
 
