@@ -73,7 +73,10 @@ def show_differences(console, differences, most=20):
 
 
 def judge(console, result, update):
-    """Report one finished script; True if it is right (or, with update, now is)."""
+    """Report one finished script; True if it is right or skipped (or, with update, now right)."""
+    if result.skipped:
+        console.print(f"{result.name:<50} {result.seconds:6.1f} s  skipped: {result.skipped}")
+        return True
     want = read_expected(result.name)
     where = expected_path(result.name).relative_to(ROOT).as_posix()
     differences = [] if result.failure else compare(want or "", result.stdout)
@@ -169,7 +172,7 @@ def parse_arguments(names):
 
 def report(console, arguments, all_names, interpret, start, stop):
     """Run the selected scripts, print a line for each and a summary; the exit code."""
-    good, bad, running = [], [], []
+    good, bad, skipped, running = [], [], [], []
     steps = run_scripts(arguments.names, interpret, arguments.jobs, arguments.timeout, stop=stop)
     status = console.status("starting") if console.is_terminal else contextlib.nullcontext()
     with contextlib.closing(steps), status as display:
@@ -178,11 +181,12 @@ def report(console, arguments, all_names, interpret, start, stop):
                 running.append(name)
             else:
                 running.remove(name)
-                (good if judge(console, result, arguments.update) else bad).append(name)
+                right = judge(console, result, arguments.update)
+                (skipped if result.skipped else good if right else bad).append(name)
             if display:
-                done = len(good) + len(bad)
+                done = len(good) + len(bad) + len(skipped)
                 display.update(f"{done} of {len(arguments.names)}: {', '.join(running)}")
-    unfinished = [name for name in arguments.names if name not in good + bad]
+    unfinished = [name for name in arguments.names if name not in good + bad + skipped]
     if unfinished:
         console.print(f"Interrupted. {len(good)} right, {len(bad)} wrong. Not finished:")
         for name in unfinished:
@@ -194,7 +198,8 @@ def report(console, arguments, all_names, interpret, start, stop):
         console.print(f"FAILED: {path} has no script: remove it or restore the script", style="red")
     console.print()
     seconds = time.monotonic() - start
-    console.print(f"{len(good)} of {len(arguments.names)} scripts right, in {seconds:.1f} s.")
+    ran, skips = len(good) + len(bad), f", {len(skipped)} skipped" if skipped else ""
+    console.print(f"{len(good)} of {ran} scripts right{skips}, in {seconds:.1f} s.")
     if bad or lost:
         if bad:
             console.print(f"Next: python {bad[0]}, then README.md, 'When a script fails'.")

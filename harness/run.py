@@ -21,16 +21,21 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 FORKSERVER = multiprocessing.get_context("forkserver") if sys.platform == "linux" else None
 OUTPUT_LIMIT = 1_000_000  # bytes; a script that prints more is stopped
+SKIPPED = 77  # the exit code of a script that cannot run on this machine, as in GNU automake
 
 
 class Result(NamedTuple):
-    """What a script did: failure is "" after exit code 0, else what happened, in words."""
+    """What a script did: failure is "" after exit code 0, else what happened, in words.
+
+    skipped is why the script cannot run here: exit code 77, nothing on stdout. Then failure is "".
+    """
 
     name: str
     stdout: str
     stderr: str
     seconds: float
     failure: str
+    skipped: str = ""
 
 
 def find_scripts():
@@ -98,6 +103,14 @@ def read_output(path):
         return file.read(OUTPUT_LIMIT).decode("utf-8", errors="backslashreplace")
 
 
+def skip_reason(code, stdout, stderr):
+    """The last line on stderr of a script that says it cannot run here, or "" if it does not."""
+    if code != SKIPPED or stdout:
+        return ""
+    lines = stderr.strip().splitlines() or ["no reason given"]
+    return lines[-1].removeprefix("skipped: ")
+
+
 def run_scripts(names, interpret, jobs, timeout, root=ROOT, stop=None):
     """Run scripts, `jobs` at a time; yield (name, None) when one starts, (name, Result) at its end.
 
@@ -138,7 +151,10 @@ def run_scripts(names, interpret, jobs, timeout, root=ROOT, stop=None):
                         continue
                     kill(process)
                     del running[name]
-                    yield name, Result(name, *map(read_output, files(name)), seconds, failure)
+                    stdout, stderr = map(read_output, files(name))
+                    skipped = skip_reason(process.exitcode, stdout, stderr)
+                    failure = "" if skipped else failure
+                    yield name, Result(name, stdout, stderr, seconds, failure, skipped)
         finally:
             for process, _ in running.values():
                 kill(process)

@@ -38,6 +38,11 @@ CASES = {
     "hangs": ("import subprocess, sys; print('going in', flush=True)\n"
               "subprocess.Popen(['sleep', '613'])\nwhile True: pass", "x\n", "timed out after 8 s"),
     "chatty": ("while True: print('y' * 999)", "x\n", "printed more than"),
+    "skips": ("import sys; sys.stderr.write('w\\nskipped: no such GPU\\n'); sys.exit(77)", "x\n",
+              "skipped: no such GPU"),
+    "skips_silently": ("import sys; sys.exit(77)", "x\n", "skipped: no reason given"),
+    "half_skips": ("import sys; print('x'); sys.stderr.write('skipped: no'); sys.exit(77)", "x\n",
+                   "exit code 77"),
 }  # fmt: skip
 NAMES = {name: f"chapter01/{number:02}_{name}.py" for number, name in enumerate(CASES, 1)}
 
@@ -97,12 +102,12 @@ def all_cases(tmp_path_factory):
 def test_verdict(name, all_cases):
     said = section(all_cases.stdout, name)
     assert CASES[name][2] in said
-    assert ("FAILED" in said) == (CASES[name][2] != "ok")
+    assert ("FAILED" in said) == (CASES[name][2] != "ok" and "skipped" not in CASES[name][2])
 
 
 def test_a_failing_script_is_shown(all_cases):
     assert all_cases.returncode == 1
-    assert "8 of 18 scripts right" in all_cases.stdout
+    assert "8 of 19 scripts right, 2 skipped, in" in all_cases.stdout
     assert "before the end" in section(all_cases.stdout, "aborts")
     assert "going in" in section(all_cases.stdout, "hangs")
     assert "ValueError: no \\xfc" in section(all_cases.stdout, "raises")
@@ -155,6 +160,18 @@ def test_update_refuses_a_failing_script_and_true_to_false(code, small):
     done = run(small, "--update")
     assert done.returncode == 1
     assert expected.read_text() == "ok? True\n"
+
+
+@pytest.mark.parametrize("arguments", [(), ("--update",)])
+@pytest.mark.parametrize("want", [None, "x\n"])
+def test_a_skipped_script_fails_nothing_and_writes_nothing(want, arguments, tmp_path):
+    cases = {"good": CASES["good"], "skips": (CASES["skips"][0], want, "")}
+    root = make_repository(tmp_path / "r", cases)
+    done = run(root, *arguments)
+    assert done.returncode == 0, done.stdout
+    assert "1 of 1 scripts right, 1 skipped, in" in done.stdout
+    path = (root / "expected_outputs" / NAMES["skips"]).with_suffix(".txt")
+    assert (path.read_text() if path.exists() else None) == want
 
 
 def test_selection(small):
