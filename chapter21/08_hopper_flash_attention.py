@@ -445,11 +445,16 @@ def hopper_attention_kernel(
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip
 
 
+def gluon_fits():
+    """Whether this triton's Gluon is one that the kernel is written in."""
+    return TensorDescriptor is not None and not triton.__version__.startswith(("3.4.", "3.5."))
+
+
 def not_here():
     """Why the kernel cannot run here, or ""."""
     if DEVICE == "cpu" or torch.version.hip or torch.cuda.get_device_capability() != (9, 0):
         return "needs an NVIDIA GPU of compute capability 9.0 (H100, H200)"
-    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6) or TensorDescriptor is None:
+    if not gluon_fits():
         return f"needs the Gluon of triton 3.6 or newer, this is triton {triton.__version__}"
     return ""
 
@@ -502,7 +507,7 @@ def launch_hopper(q, k, v, out, causal, scale, stages, num_wg, overlap, persiste
 
 def gpu_only_launches(arch=90):
     """Launches that the checks make on Hopper only: to compile, not to run."""
-    if arch != 90 or TensorDescriptor is None:
+    if arch != 90 or not gluon_fits():
         return
     for D, causal in CONFIGS:
         for dtype, N in (torch.bfloat16, 300), (torch.float16, 256):
@@ -514,8 +519,8 @@ def gpu_only_launches(arch=90):
             launch_hopper(q, q, q, q, causal, 1.0, **rung)
 
 
-def check_hopper_inputs(q, k, v, scale):
-    """Raise TypeError or ValueError for what hopper_flash_attention does not take."""
+def check_hopper_inputs(q, k, v):
+    """Raise TypeError or ValueError for tensors that hopper_flash_attention does not take."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.ndim == k.ndim == v.ndim == 4 or k.shape != v.shape or q.shape[0] != k.shape[0]:
         raise ValueError(f"want q [B, Hq, M, D], k and v [B, Hkv, N, D]; got {shapes}")
@@ -530,10 +535,6 @@ def check_hopper_inputs(q, k, v, scale):
             raise ValueError(f"forward only, but {name} requires grad; use {name}.detach()")
         if x.device != q.device:
             raise ValueError(f"want q, k and v on one GPU; q is on {q.device}, {name} {x.device}")
-    if not 0 < scale < math.inf:
-        raise ValueError(f"scale must be positive and finite, got {scale}")
-    if q.device.type != "cuda":
-        raise ValueError(f"q is on {q.device}, want a GPU of compute capability 9.0 (H100, H200)")
 
 
 def hopper_flash_attention(q, k, v, causal=False, scale=None):
@@ -547,8 +548,12 @@ def hopper_flash_attention(q, k, v, causal=False, scale=None):
     Raises TypeError for another dtype, ValueError for shapes, devices or a scale that do not fit,
     RuntimeError on another GPU.
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    check_hopper_inputs(q, k, v, scale)
+    check_hopper_inputs(q, k, v)
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale must be positive and finite, got {scale}")
+    if q.device.type != "cuda":
+        raise ValueError(f"q is on {q.device}, want a GPU of compute capability 9.0 (H100, H200)")
     if not_here():
         raise RuntimeError(f"hopper_flash_attention {not_here()}")
     if q.numel() == 0 or k.numel() == 0:

@@ -5,14 +5,21 @@
 Each launch is first compiled for every target, with the very arguments of that launch and so with
 the specialisation that they cause (an int that equals 1 becomes a constant), and then run in the
 interpreter, so that the script goes on with real results. One JSON line per kernel, specialisation
-and target goes to stdout: script, kernel, target, shared (bytes of shared memory), error.
+and target goes to stdout: script, kernel, target, shared (bytes of shared memory), error; for Gluon
+kernels also stack (bytes a thread, for want of registers).
+
+A script's gpu_only_launches makes the launches that only a GPU can run. It may take an argument:
+then it makes those of that architecture, if it has any.
 """
 
 import contextlib
 import json
 import os
+import re
 import runpy
+import subprocess
 import sys
+import tempfile
 
 # Both must be so before triton is imported: kernels are to be compiled, and no GPU is to be used.
 os.environ.pop("TRITON_INTERPRET", None)
@@ -42,6 +49,17 @@ DRIVERS = {name: StandInDriver(target) for name, target in TARGETS.items()}
 compile_launch = JITFunction.run
 
 
+def stack(compiled):
+    """Bytes a thread keeps in memory for want of registers."""
+    program = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin/cuobjdump")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [program, "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"STACK:(\d+)", usage)[1])
+
+
 @contextlib.contextmanager
 def unpatched_language():
     """Undo what the interpreter patches in triton.language, for the next compilation."""
@@ -68,6 +86,8 @@ def compile_then_interpret(kernel, *args, grid, warmup, **kwargs):
         try:
             compiled = compile_launch(kernel, *args, grid=grid, warmup=True, **kwargs)
             row |= {"shared": compiled.metadata.shared, "error": ""}
+            if type(kernel) is not JITFunction:
+                row["stack"] = stack(compiled)
         except Exception as error:
             row |= {"shared": 0, "error": f"{type(error).__name__}: {error}"}
         if row not in rows:
@@ -90,7 +110,20 @@ for script in sys.argv[1:]:
     sys.argv = [script]  # what the script sees
     rows, interpret = [], True
     with contextlib.redirect_stdout(sys.stderr):
-        names = runpy.run_path(script, run_name="__main__")
+        try:
+            names = runpy.run_path(script, run_name="__main__")
+        except SystemExit as end:
+            if end.code != 77:
+                raise
+            names = runpy.run_path(script)  # it cannot run here, but says what it would launch
         # Programs that wait for one another never end in the interpreter: these only compile.
         interpret = False
-        names.get("gpu_only_launches", lambda: None)()
+        launches = names.get("gpu_only_launches", lambda: None)
+        if launches.__code__.co_argcount == 0:
+            launches()
+        else:  # the tiles of every architecture are its own
+            everyone = DRIVERS
+            for name, target in TARGETS.items():
+                DRIVERS = {name: everyone[name]}
+                launches(target.arch if target.backend == "cuda" else 0)
+            DRIVERS = everyone

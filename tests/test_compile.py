@@ -21,6 +21,8 @@ SHARED_LIMIT = {
     "sm_120": 101376,
     "gfx942": 65536,
 }
+# For one kind of GPU only.
+ONLY = {"chapter21/08_hopper_flash_attention.py": {"sm_90"}}
 COMPILE = ROOT / "tests" / "compile_kernels.py"
 # A launch of sizes 1 turns every size and stride into a constant.
 SIZE_ONE = """
@@ -56,7 +58,7 @@ def compile_script(path):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def check(rows):
+def check(rows, targets=frozenset(SHARED_LIMIT)):
     """Assert that every row compiled and fits; that there is one at least for every target."""
     too_old = set() if at_least(version("triton"), (3, 5)) else {"gfx942"}
     for row in rows:
@@ -65,16 +67,20 @@ def check(rows):
             assert row["error"] == "", f"{where}: {row['error']}"
             limit = SHARED_LIMIT[row["target"]]
             assert row["shared"] <= limit, f"{where}: shared memory {row['shared']} > {limit}"
-    assert {row["target"] for row in rows} == set(SHARED_LIMIT)
+            # A few bytes, used once a tile, cost nothing; a kilobyte in the loop 40% of the speed.
+            assert row.get("stack", 0) <= 32, f"{where}: {row['stack']} bytes spilled"
+    assert {row["target"] for row in rows} == targets
 
 
 @pytest.mark.parametrize("name", find_scripts())
 def test_kernels_compile(name):
+    if name in ONLY and not at_least(version("triton"), (3, 6)):
+        pytest.skip("its Gluon needs triton 3.6")
     rows = compile_script(ROOT / name)
     kernels = {row["kernel"] for row in rows}
     text = (ROOT / name).read_text("utf-8")
-    assert kernels == set(re.findall(r"@triton.jit\ndef (\w*kernel\w*)", text))
-    check(rows)
+    assert kernels == set(re.findall(r"@(?:triton|gluon)\.jit.*\ndef (\w*kernel\w*)", text))
+    check(rows, ONLY.get(name, set(SHARED_LIMIT)))
 
 
 def test_kernels_compile_where_every_size_is_one(tmp_path):
@@ -103,7 +109,9 @@ def test_what_only_a_compiler_refuses_is_noticed(name, body, complaint, tmp_path
         check(compile_script(path))
 
 
-def test_too_much_shared_memory_is_noticed():
+def test_too_much_shared_memory_and_spilling_are_noticed():
     row = {"kernel": "large", "target": "sm_86", "shared": 101377, "error": ""}
     with pytest.raises(AssertionError, match="101377 > 101376"):
         check([row])
+    with pytest.raises(AssertionError, match="1292 bytes spilled"):
+        check([row | {"shared": 0, "stack": 1292}])
