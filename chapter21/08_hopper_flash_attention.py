@@ -244,7 +244,7 @@ def spread(x, like):
 
 
 @gluon.jit
-def seen_keys(first_row, N, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
+def visible_keys(first_row, N, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
     """How many keys each of 64 queries sees."""
     layout: gl.constexpr = gl.SliceLayout(
         1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -322,7 +322,7 @@ def consume(
 
     # Scores and softmax of the program's first block, overlapped with nothing.
     bh, first_row, blocks = find_tile(0, tiling, BLOCK_M, BLOCK_N, CAUSAL)
-    limit = seen_keys(first_row + 64 * WG, N, BLOCK_N, CAUSAL) - (blocks - 1) * BLOCK_N
+    limit = visible_keys(first_row + 64 * WG, N, BLOCK_N, CAUSAL) - (blocks - 1) * BLOCK_N
     mbarrier.wait(q_full.index(WG), 0)
     s = start_scores(q_smem.index(WG).reshape([64, D]), k_smem, k_full, 0)
     s = warpgroup_mma_wait(0, [s])
@@ -337,7 +337,7 @@ def consume(
         # Found again, not carried: triton 3.6's loop-aware CSE took a number of blocks that came
         # out of the `if` below for that of the first tile, and the program hung.
         bh, first_row, blocks = find_tile(t, tiling, BLOCK_M, BLOCK_N, CAUSAL)
-        limit = seen_keys(first_row + 64 * WG, N, BLOCK_N, CAUSAL)
+        limit = visible_keys(first_row + 64 * WG, N, BLOCK_N, CAUSAL)
         q = q_smem.index(slot).reshape([64, D])
         o = gl.zeros([64, D], gl.float32, o_layout)
         for _ in range(blocks - 1):
@@ -351,7 +351,7 @@ def consume(
         tile_parts = parts
         if t + 1 < tiles:
             _, next_row, next_blocks = find_tile(t + 1, tiling, BLOCK_M, BLOCK_N, CAUSAL)
-            limit = seen_keys(next_row + 64 * WG, N, BLOCK_N, CAUSAL)
+            limit = visible_keys(next_row + 64 * WG, N, BLOCK_N, CAUSAL)
             next_slot = ((t + 1) % 2) * NUM_WG + WG
             mbarrier.wait(q_full.index(next_slot), ((t + 1) // 2) & 1)
             q = q_smem.index(next_slot).reshape([64, D])
