@@ -321,21 +321,22 @@ def consume(
     nothing = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
 
     # Scores and softmax of the program's first block, overlapped with nothing.
-    bh, first_row, blocks = find_tile(0, tiling, BLOCK_M, BLOCK_N, CAUSAL)
-    limit = visible_keys(first_row + 64 * WG, N, BLOCK_N, CAUSAL) - (blocks - 1) * BLOCK_N
+    head0, row0, blocks0 = find_tile(0, tiling, BLOCK_M, BLOCK_N, CAUSAL)
+    limit0 = visible_keys(row0 + 64 * WG, N, BLOCK_N, CAUSAL) - (blocks0 - 1) * BLOCK_N
     mbarrier.wait(q_full.index(WG), 0)
-    s = start_scores(q_smem.index(WG).reshape([64, D]), k_smem, k_full, 0)
-    s = warpgroup_mma_wait(0, [s])
+    s0 = start_scores(q_smem.index(WG).reshape([64, D]), k_smem, k_full, 0)
+    s0 = warpgroup_mma_wait(0, [s0])
     mbarrier.arrive(k_empty.index(0))
-    p32, m_i, alpha = weigh(s, nothing, scale, limit, MASKED)
-    parts = row_parts(p32)
-    p = gl.convert_layout(p32.to(o_desc.dtype), p_layout)
+    p0, m_i, alpha0 = weigh(s0, nothing, scale, limit0, MASKED)
+    parts = row_parts(p0)
+    p = gl.convert_layout(p0.to(o_desc.dtype), p_layout)
 
     i = 0
     for t in range(tiles):
         slot = (t % 2) * NUM_WG + WG
-        # Found again, not carried: triton 3.6's loop-aware CSE took a number of blocks that came
-        # out of the `if` below for that of the first tile, and the program hung.
+        # Found again, not carried, and so under other names than above and below: triton 3.6's
+        # loop-aware CSE took a number of blocks that came out of the `if` below for that of the
+        # first tile, and the program hung.
         bh, first_row, blocks = find_tile(t, tiling, BLOCK_M, BLOCK_N, CAUSAL)
         limit = visible_keys(first_row + 64 * WG, N, BLOCK_N, CAUSAL)
         q = q_smem.index(slot).reshape([64, D])
@@ -350,13 +351,13 @@ def consume(
 
         tile_parts = parts
         if t + 1 < tiles:
-            _, next_row, next_blocks = find_tile(t + 1, tiling, BLOCK_M, BLOCK_N, CAUSAL)
-            limit = visible_keys(next_row + 64 * WG, N, BLOCK_N, CAUSAL)
+            next_head, next_row, next_blocks = find_tile(t + 1, tiling, BLOCK_M, BLOCK_N, CAUSAL)
+            next_limit = visible_keys(next_row + 64 * WG, N, BLOCK_N, CAUSAL)
             next_slot = ((t + 1) % 2) * NUM_WG + WG
             mbarrier.wait(q_full.index(next_slot), ((t + 1) // 2) & 1)
-            q = q_smem.index(next_slot).reshape([64, D])
+            next_q = q_smem.index(next_slot).reshape([64, D])
             o, p, m_i, parts = step(
-                q, p, o, nothing, parts, scale, limit - (next_blocks - 1) * BLOCK_N,
+                next_q, p, o, nothing, parts, scale, next_limit - (next_blocks - 1) * BLOCK_N,
                 i, k_smem, v_smem, bars, WG, NUM_WG, OVERLAP, MASKED, True,
             )  # fmt: skip
         else:
