@@ -2,13 +2,14 @@
 
     out = softmax(scale * q k^T) v     q [B, Hq, M, D], k and v [B, Hkv, N, D], causal or not
 
-bfloat16 or float16, D = 64 or 128, for GPUs of compute capability 9.0 (H100, H200). Triton's Gluon
-says what Triton decides by itself: who copies, who multiplies, who waits for whom.
+bfloat16 or float16, D = 64 or 128, for GPUs of compute capability 9.0 (H100, H200). In Triton's
+Gluon the kernel says what Triton otherwise decides: who copies, who multiplies, who waits for whom.
 
-A multiprocessor does a product of 64 queries and 128 keys in about the time that it takes for the
-exponentials of their scores. What does one after the other is at half speed at best; each rung lets
-more of it happen at the same time. TFLOP/s on an H200, B = 4, Hq = Hkv = 16, M = N = 4096, D = 128
-(--bench prints other sizes beside the peers; causal counts half the operations):
+On a multiprocessor the exponentials of a block of scores take as long as its two products if
+D = 64, half as long if D = 128: done one after the other, the tensor cores rest for a third of the
+time or more. Each rung lets more happen at the same time. TFLOP/s on an H200, B = 4,
+Hq = Hkv = 16, M = N = 4096, D = 128 (--bench prints other sizes beside the peers; causal counts
+half the operations):
 
                                               full    causal
     1  one warpgroup, one producer warp        ???       ???  copies hide under all else
@@ -42,7 +43,8 @@ so wait(1) on a fresh one returns at once.
 
 The producer copies in the order in which consumers ask, Q K0 | K1 V0 | K2 V1 | ..., so nobody waits
 for something that is queued behind what he holds. No phase is lapped: a slot is not filled again
-before NUM_WG releases, and a warpgroup gets its next turn only after all others had theirs.
+before NUM_WG releases, and a warpgroup gets its next turn only after all others had theirs. One
+warpgroup alone takes no turns.
 
     python 08_hopper_flash_attention.py                     checks, on small sizes
     python 08_hopper_flash_attention.py --bench [--out DIR] the table beside the peers
