@@ -357,13 +357,19 @@ BENCH_COLUMNS = (256, 1000, 1024, 4096, 5003, 16384, 50257, 65536, 128256, 13107
 
 
 def bench_peers():
-    """Name to function; Liger where it imports."""
+    """Name to function; Liger and quack where they import."""
     peers = {"torch": lambda x: torch.softmax(x, dim=1)}
     peers["torch.compile"] = torch.compile(lambda x: torch.softmax(x, dim=1))
     try:
         from liger_kernel.transformers import LigerSoftmax
 
         peers["Liger"] = LigerSoftmax()
+    except ImportError:
+        pass
+    try:
+        from quack.softmax import softmax_fwd
+
+        peers["quack"] = softmax_fwd
     except ImportError:
         pass
     return peers

@@ -35,6 +35,9 @@ class Bug(NamedTuple):
 THREE_PASSES = "chapter08_softmax/01_brute_force_softmax.py"
 ONLINE = "chapter08_softmax/02_online_softmax.py"
 FAST = "chapter08_softmax/04_fast_softmax.py"
+FAST_SCALAR = "chapter09_flashattn/03_fast_scalar_attention.py"
+FAST_ATTENTION = "chapter21/07_fast_flash_attention.py"
+FAST_GATING = "chapter21/09_fast_moe_gating.py"
 SCALAR = "chapter09_flashattn/01_scalar_flash_attention.py"
 CORE = "chapter21/01_flash_attention_core.py"
 CAUSAL = "chapter21/02_causal_flash_attention.py"
@@ -85,6 +88,91 @@ BUGS = {
             Bug(f"mask=mask, other={INF}", "mask=mask, other=0.0"),
             Bug("row_sum_exp += tl.sum(edges, axis=1, keep_dims=True)", "pass"),
             Bug("x_at, z_at = rows * x_stride", "x_at, z_at = rows * T"),
+        ],
+    },
+    FAST_SCALAR: {
+        "load_queries": [
+            Bug("2.885390043 * q", "2.885 * q"),
+        ],
+        "exponents": [
+            Bug("0.5 * k - 0.5 * high", "0.5 * (k - high)"),
+            Bug("from_low = 0.5 * k - 0.5 * low", "from_low = 0.5 * k - 0.5 * high"),
+        ],
+        "known_max_kernel": [
+            Bug(f"tl.where(cols[None, :] < T, x, {INF})", "x"),
+        ],
+        "partial_sums_kernel": [
+            Bug(f"tl.where(cols[None, :] < last, x, {INF})", "x"),
+            Bug("first = tl.program_id(1) * SIZE", "first = 0"),
+            Bug("            exp_sum += weights\n            z", "            z"),
+        ],
+        "merge_kernel": [
+            Bug("exp_sum += tl.load", "exp_sum = tl.load"),
+        ],
+        "fast_flashatt": [
+            Bug("return out.zero_()", "return out.fill_(1)"),
+        ],
+    },
+    FAST_ATTENTION: {
+        "simple_attention_kernel": [
+            Bug("acc = acc * alpha[:, None] + tl", "acc = acc + tl"),
+        ],
+        "block_and_head": [
+            Bug("first + place % heads", "first"),
+        ],
+        "key_range": [
+            Bug("first_row + 1", "first_row + BLOCK_M"),
+            Bug("first_row + BLOCK_M", "first_row + 1"),
+        ],
+        "attend": [
+            Bug("acc * alpha[:, None]", "acc"),
+            Bug("rows[:, None] >= cols[None, :]", "rows[:, None] > cols[None, :]"),
+            Bug("cols[None, :] < N", "cols[None, :] <= N"),
+        ],
+        "blocks_kernel": [
+            Bug("range(full if MASKED else 0", "range(0"),
+            Bug("head // GROUP * k_strides[1]", "head // HEADS * k_strides[1]"),
+            Bug("batch * v_strides[0]", "batch * v_strides[1]"),
+            Bug("inside = inside & (cols[:, None] < N)", "pass"),
+        ],
+        "descriptors_kernel": [
+            Bug("range(full if MASKED else 0", "range(0"),
+            Bug("v_desc.load([batch, head // GROUP, start", "v_desc.load([batch, head, 0"),
+        ],
+        "launch_blocks": [
+            Bug("scale * LOG2_E", "scale"),
+        ],
+    },
+    FAST_GATING: {
+        "probabilities_kernel": [
+            Bug("p = tl.where(experts == best, -1.0, p)", "pass"),
+            Bug("tops[j] / raw_sum", "tops[j]"),
+        ],
+        "packed_kernel": [
+            Bug("keys = tl.where(experts < E, keys, lowest(KEY))", "pass"),
+            Bug("total += weight", "total = weight"),
+        ],
+        "pack": [
+            Bug("high + (1023 - index)", "high + index"),
+        ],
+        "exchange": [
+            Bug("tl.where(swap, a, b)", "tl.where(swap, b, a)"),
+            Bug("tl.minimum(a, b)", "a"),
+        ],
+        "union": [
+            Bug("t[len(s) - 1 - i]", "t[i]"),
+        ],
+        "merge": [
+            Bug("range(1, 5)", "range(1, 2)"),
+        ],
+        "best_groups": [
+            Bug("key = tl.where((start + i) * V < E, key, lowest(KEY))", "pass"),
+            Bug("(x.shape[0], GROUPS, V)), 2", "(x.shape[0], V, GROUPS)), 1"),
+        ],
+        "network_kernel": [
+            Bug("group * V + i, KEY", "group * V, KEY"),
+            Bug("if j < k:", "if j < K:"),
+            Bug("tl.where(picked, chosen, BINS - 1)", "chosen"),
         ],
     },
     SCALAR: {

@@ -1,0 +1,733 @@
+"""21.3, fast: a ladder of gates, from one token per program to the speed of reading the logits.
+
+A gate reads M x E logits once and writes k weights and k ids per token, so a copy that moves as
+many bytes is the yardstick. Fractions of its speed on an H200, 1048576 x 256 float32, k = 8
+(--bench prints every shape, and bfloat16):
+
+    1  one token per program          ?.??  21.3's way: softmax, then two reductions per pick
+    2  sixteen tokens per program     ?.??  fewer programs, each with more to do
+    3  logit and id in one number     ?.??  a pick is one reduction, and softmax takes k terms
+    4  one token per thread           ?.??  a thread needs no other to find its token's best k
+
+Rung 3 chooses on the logits, and so does rung 4: probabilities that underflow to 0 would tie. When
+the weights are renormalised the sum S over all experts cancels, e^a / S / (e^a / S + e^b / S), so
+only the k terms picked are computed.
+
+Rung 4 works in two steps, as a thread that compares all E logits of its token with one another
+would be the limit. The k best logits lie in the k groups of V neighbours with the k best maxima: a
+maximum is one cheap operation per logit, and what is left for the sorting network is E / V maxima
+and then k V candidates.
+
+    python 09_fast_moe_gating.py                     checks, on small sizes
+    python 09_fast_moe_gating.py --bench [--out DIR] the table beside the peers, on a GPU
+"""
+
+import argparse
+import os
+import sys
+
+import torch
+
+# Without a GPU, Triton's interpreter runs the kernels; it must be chosen before triton is imported.
+INTERPRET = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
+DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRET else "cpu"
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import triton
+import triton.language as tl
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# GPUs with a double-precision unit as wide as the others' (V100, A100, H100, H200, B200).
+FAST_DOUBLES = ((7, 0), (8, 0), (9, 0), (10, 0))
+FEW_TOKENS = 16384  # too few for a token per thread to fill a GPU: a warp per token is faster
+
+
+@triton.jit
+def exp_approx(x):
+    """e^x as 2^(log2(e) x): the GPU's exponential unit computes powers of two."""
+    return tl.exp2(1.44269504 * x)
+
+
+@triton.jit
+def probabilities_kernel(
+    x_ptr, weights_ptr, ids_ptr, M, E, stride, k: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rungs 1 and 2: ROWS tokens per program, the k most probable experts one after the other."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    experts = tl.arange(0, BLOCK)[None, :]
+    mask = (rows < M) & (experts < E)
+    # A token past the last one reads zeros, so that nothing computes -inf - -inf for it.
+    x = tl.load(x_ptr + rows * stride + experts, mask=mask, other=0.0).to(tl.float32)
+    x = tl.where(experts < E, x, float("-inf"))
+    p = exp_approx(x - tl.max(x, axis=1, keep_dims=True))
+    p = tl.where(experts < E, p / tl.sum(p, axis=1, keep_dims=True), -1.0)
+    raw_sum = tl.zeros((ROWS, 1), tl.float32)
+    tops = ()
+    for j in tl.static_range(k):
+        top = tl.max(p, axis=1, keep_dims=True)
+        best = tl.min(tl.where(p == top, experts, BLOCK), axis=1, keep_dims=True)
+        tl.store(ids_ptr + rows * k + j, best, mask=rows < M)
+        raw_sum += top
+        tops = tops + (top,)
+        p = tl.where(experts == best, -1.0, p)
+    for j in tl.static_range(k):
+        tl.store(weights_ptr + rows * k + j, tops[j] / raw_sum, mask=rows < M)
+
+
+@triton.jit
+def nan_max(a, b):
+    """The larger of two, NaN if either is."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def pack(x, index, KEY: tl.constexpr):
+    """Logit and id in one number that sorts by logit, then by lower id: no two keys are equal.
+
+    A float's bits, read as an integer, sort like the float if it is positive, and backwards if
+    not. The id goes below them, where bfloat16 and float16 have zeros (KEY int32), or into a
+    second word (int64, or the low word of a float64, whose high word sorts as a float does).
+    NaN, of either sign, sorts above infinity.
+    """
+    if KEY == tl.float64:
+        x = tl.where(x != x, float("nan"), x)
+    # Adding 0.0 makes -0.0 a 0.0, which it must tie with.
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    sign = bits >> 31  # all ones if x is negative
+    if KEY == tl.float64:
+        # A float32's infinity and NaN are ordinary numbers as the high word of a float64.
+        low = ((1023 - index) ^ sign).to(tl.uint32, bitcast=True)
+        return ((bits.to(tl.int64) << 32) | low.to(tl.int64)).to(tl.float64, bitcast=True)
+    elif KEY == tl.int64:
+        # -inf becomes the least integer; what is below it, NaN with a sign, wraps to the top.
+        high = (bits ^ (sign & 0x7FFFFFFF)) - 0x7FFFFF
+        return (high.to(tl.int64) << 32) | (1023 - index)
+    else:
+        high = ((bits ^ (sign & 0x7FFFFFFF)) & -1024) - 0x7FFC00
+        return high + (1023 - index)
+
+
+@triton.jit
+def unpack(key, KEY: tl.constexpr):
+    """The logit, in float32, and the id that pack() put into key."""
+    if KEY == tl.float64:
+        key = key.to(tl.int64, bitcast=True)
+        bits = (key >> 32).to(tl.int32)
+        index = 1023 - ((key.to(tl.int32) ^ (bits >> 31)) & 1023)
+    elif KEY == tl.int64:
+        index = 1023 - (key & 1023).to(tl.int32)
+        bits = (key >> 32).to(tl.int32) + 0x7FFFFF
+        bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    else:
+        index = 1023 - (key & 1023)
+        bits = (key & -1024) + 0x7FFC00
+        bits = (bits ^ ((bits >> 31) & 0x7FFFFFFF)) & -1024
+    return bits.to(tl.float32, bitcast=True), index
+
+
+@triton.jit
+def lowest(KEY: tl.constexpr):
+    """A key below that of any logit; its id, 1023, is past the end wherever it is looked up."""
+    if KEY == tl.float64:
+        return -1.7976931348623157e308
+    elif KEY == tl.int64:
+        return -(2**63)
+    else:
+        return -(2**31)
+
+
+@triton.jit
+def packed_kernel(
+    x_ptr, weights_ptr, ids_ptr, M, E, stride, k: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, KEY: tl.constexpr,
+):  # fmt: skip
+    """Rung 3: ROWS tokens per warp, one reduction per pick, softmax over the picks."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    experts = tl.arange(0, BLOCK)[None, :]
+    mask = (rows < M) & (experts < E)
+    x = tl.load(x_ptr + rows * stride + experts, mask=mask, other=0.0).to(tl.float32)
+    keys = pack(x, experts, KEY)
+    keys = tl.where(experts < E, keys, lowest(KEY))
+    total = tl.zeros((ROWS, 1), tl.float32)
+    weights = ()
+    for j in tl.static_range(k):
+        top = tl.max(keys, axis=1, keep_dims=True)
+        keys = tl.where(keys == top, lowest(KEY), keys)
+        value, index = unpack(top, KEY)
+        if j == 0:
+            first = value
+        weight = exp_approx(value - first)
+        total += weight
+        weights = weights + (weight,)
+        tl.store(ids_ptr + rows * k + j, index, mask=rows < M)
+    for j in tl.static_range(k):
+        tl.store(weights_ptr + rows * k + j, weights[j] / total, mask=rows < M)
+
+
+@triton.jit
+def larger(a, b):
+    if a.dtype == tl.float64:
+        return tl.where(a < b, b, a)
+    else:
+        return tl.maximum(a, b)
+
+
+@triton.jit
+def exchange(t, i: tl.constexpr, j: tl.constexpr):
+    """The tuple t with t[i] and t[j], i < j, in descending order: one comparator of a network."""
+    a = t[i]
+    b = t[j]
+    if a.dtype == tl.float64:
+        # One comparison by the double-precision unit, which has nothing else to do.
+        swap = a < b
+        high = tl.where(swap, b, a)
+        low = tl.where(swap, a, b)
+    elif a.dtype == tl.int64:
+        # No GPU compares 64 bits at once; given the larger, the smaller is cheaper by XOR.
+        high = tl.maximum(a, b)
+        low = a ^ b ^ high
+    else:
+        high = tl.maximum(a, b)
+        low = tl.minimum(a, b)
+    return t[:i] + (high,) + t[i + 1 : j] + (low,) + t[j + 1 :]
+
+
+@triton.jit
+def sort_step(t, RUN: tl.constexpr, APART: tl.constexpr):
+    """One step of sort(): compare what is APART within runs of 2 RUN."""
+    FIRST: tl.constexpr = APART % RUN
+    for i in tl.static_range(FIRST, len(t) - APART):
+        if (i - FIRST) // APART % 2 == 0 and i // (2 * RUN) == (i + APART) // (2 * RUN):
+            t = exchange(t, i, i + APART)
+    return t
+
+
+@triton.jit
+def sort(t):
+    """Batcher's odd-even merge sort of a tuple (Knuth, TAOCP 5.2.2 M): 19 comparators for 8."""
+    for p in tl.static_range(4):
+        for q in tl.static_range(p + 1):
+            t = sort_step(t, 1 << p, 1 << (p - q))
+    return t
+
+
+@triton.jit
+def union(s, t):
+    """The best len(s) of two sorted tuples, in no order: whoever loses here has that many above."""
+    best = ()
+    for i in tl.static_range(len(s)):
+        best = best + (larger(s[i], t[len(s) - 1 - i]),)
+    return best
+
+
+@triton.jit
+def merge_step(t, APART: tl.constexpr):
+    for i in tl.static_range(len(t)):
+        if i // APART % 2 == 0:
+            t = exchange(t, i, i + APART)
+    return t
+
+
+@triton.jit
+def merge(s, t):
+    """The best len(s) of two sorted tuples, sorted: union() is bitonic, which log2 steps sort."""
+    t = union(s, t)
+    for step in tl.static_range(1, 5):
+        if len(t) >> step > 0:
+            t = merge_step(t, len(t) >> step)
+    return t
+
+
+@triton.jit
+def best_of(t, K: tl.constexpr):
+    """The best K of a tuple, sorted."""
+    best = sort(t[:K])
+    for i in tl.static_range(K, len(t), K):
+        best = merge(best, sort(t[i : i + K]))
+    return best
+
+
+@triton.jit
+def unstack(x):
+    """[R, n] as a tuple of n columns [R]. Columns that lie in one thread are only renamed."""
+    t = (x,)
+    for _ in tl.static_range(4):
+        if len(t) < x.shape[1]:
+            even = ()
+            odd = ()
+            for i in tl.static_range(len(t)):
+                a, b = tl.split(tl.reshape(t[i], (x.shape[0], x.shape[1] // len(t) // 2, 2)))
+                even = even + (a,)
+                odd = odd + (b,)
+            t = even + odd
+    columns = ()
+    for i in tl.static_range(len(t)):
+        columns = columns + (tl.reshape(t[i], (x.shape[0],)),)
+    return columns
+
+
+@triton.jit
+def stack(t):
+    """Columns [R] as one [R, len(t)], which stores several values per instruction."""
+    parts = ()
+    for i in tl.static_range(len(t)):
+        parts = parts + (t[i][:, None],)
+    for _ in tl.static_range(4):
+        if len(parts) > 1:
+            joined = ()
+            for i in tl.static_range(len(parts) // 2):
+                x = tl.join(parts[i], parts[i + len(parts) // 2])
+                joined = joined + (tl.reshape(x, (x.shape[0], x.shape[1] * 2)),)
+            parts = joined
+    return parts[0]
+
+
+@triton.jit
+def best_groups(
+    rows_ptr, there, start, E: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    GROUPS: tl.constexpr, KEY: tl.constexpr,
+):  # fmt: skip
+    """The K best maxima, sorted, of GROUPS groups of V neighbours from group start on."""
+    at = start * V + tl.arange(0, GROUPS * V)[None, :]
+    # Neighbouring threads read neighbouring addresses, a warp a few whole rows.
+    x = tl.load(rows_ptr + at, mask=there & (at < E), other=0.0).to(tl.float32)
+    if E % V != 0:
+        x = tl.where(at < E, x, float("-inf"))
+    if V > 1:
+        x = tl.reduce(tl.reshape(x, (x.shape[0], GROUPS, V)), 2, nan_max)
+    # unstack() hands each thread all maxima of one token: from here on no thread needs another.
+    maxima = unstack(x)
+    keys = ()
+    for i in tl.static_range(GROUPS):
+        key = pack(maxima[i], start + i, KEY)
+        if E % (GROUPS * V) != 0:
+            key = tl.where((start + i) * V < E, key, lowest(KEY))
+        keys = keys + (key,)
+    return best_of(keys, K)
+
+
+@triton.jit
+def network_kernel(
+    x_ptr, weights_ptr, ids_ptr, counts_ptr, M, stride, TILES,
+    E: tl.constexpr, k: tl.constexpr, K: tl.constexpr, V: tl.constexpr, GROUPS: tl.constexpr,
+    ROWS: tl.constexpr, ALIGN: tl.constexpr, KEY: tl.constexpr, RENORMALIZE: tl.constexpr,
+    BINS: tl.constexpr,
+):  # fmt: skip
+    """Rung 4: ROWS tokens at a time, one per thread. K: k rounded up to a power of two."""
+    LAST: tl.constexpr = (E - 1) // V // GROUPS * GROUPS
+    if BINS:
+        counts = tl.zeros((BINS,), tl.int32)
+    for tile in range(tl.program_id(0), TILES, tl.num_programs(0)):
+        rows = tile * tl.full((ROWS,), ROWS, tl.int64) + tl.arange(0, ROWS)
+        there = (rows < M)[:, None]
+        # Rows start at multiples of ALIGN; written so, the compiler sees it and loads wide.
+        rows_ptr = x_ptr + (rows * stride // ALIGN * ALIGN)[:, None]
+        best = best_groups(rows_ptr, there, 0, E, K, V, GROUPS, KEY)
+        for start in range(GROUPS, LAST, GROUPS):
+            more = best_groups(rows_ptr, there, start, E, K, V, GROUPS, KEY)
+            best = merge(best, more)
+        if LAST > 0:
+            more = best_groups(rows_ptr, there, LAST, E, K, V, GROUPS, KEY)
+            # The groups need no order if their members are sorted next.
+            best = union(best, more) if V > 1 else merge(best, more)
+
+        if V > 1:
+            keys = ()
+            for j in tl.static_range(K):
+                _, group = unpack(best[j], KEY)
+                at = group[:, None] * V + tl.arange(0, V)[None, :]
+                # Still in a cache, as this program has just read it.
+                x = tl.load(rows_ptr + at, mask=there & (at < E), other=0.0).to(tl.float32)
+                members = unstack(x)
+                for i in tl.static_range(V):
+                    key = pack(members[i], group * V + i, KEY)
+                    if E % V != 0 or E < K * V:
+                        key = tl.where(group * V + i < E, key, lowest(KEY))
+                    keys = keys + (key,)
+            best = best_of(keys, K)
+
+        first, _ = unpack(best[0], KEY)
+        total = tl.zeros((ROWS,), tl.float32)
+        weights = ()
+        ids = ()
+        for j in tl.static_range(K):
+            value, index = unpack(best[j], KEY)
+            weight = exp_approx(value - first)
+            if j < k:
+                total += weight
+            weights = weights + (weight,)
+            ids = ids + (index,)
+        if not RENORMALIZE:
+            # The whole row's sum, from a second reading, out of a cache too.
+            terms = tl.zeros((ROWS, GROUPS * V), tl.float32)
+            for start in range(0, E, GROUPS * V):
+                columns = start + tl.arange(0, GROUPS * V)[None, :]
+                mask = there & (columns < E)
+                logits = tl.load(rows_ptr + columns, mask=mask, other=float("-inf"))
+                terms += exp_approx(logits.to(tl.float32) - first[:, None])
+            total = tl.sum(terms, axis=1)
+
+        picks = tl.arange(0, K)[None, :]
+        place = rows[:, None] * k + picks
+        picked = there & (picks < k)
+        chosen = stack(ids)
+        scale = 1.0 / tl.where(rows < M, total, 1.0)
+        tl.store(weights_ptr + place, stack(weights) * scale[:, None], mask=picked)
+        tl.store(ids_ptr + place, chosen, mask=picked)
+        if BINS:
+            # What is no pick is counted past the last expert.
+            chosen = tl.where(picked, chosen, BINS - 1)
+            counts += tl.histogram(tl.reshape(chosen, (ROWS * K,)), BINS)
+    if BINS:
+        # One addition per expert and program, not one per pick.
+        experts = tl.arange(0, BINS)
+        tl.atomic_add(counts_ptr + experts, counts, mask=experts < E, sem="relaxed")
+
+
+def key_type(dtype):
+    """What pack() packs logits of this dtype into."""
+    if dtype != torch.float32:
+        return tl.int32
+    if (
+        DEVICE == "cpu"
+        or torch.version.hip is None
+        and (torch.cuda.get_device_capability() in FAST_DOUBLES)
+    ):
+        return tl.float64
+    return tl.int64
+
+
+def launch_probabilities(x, weights, ids, ROWS):
+    M, E = x.shape
+    probabilities_kernel[(triton.cdiv(M, ROWS),)](
+        x, weights, ids, M, E, x.stride(0), ids.shape[1], ROWS, triton.next_power_of_2(E)
+    )
+
+
+def launch_packed(x, weights, ids):
+    M, E = x.shape
+    BLOCK = triton.next_power_of_2(E)
+    ROWS = max(1, 256 // BLOCK)
+    packed_kernel[(triton.cdiv(M, ROWS),)](
+        x, weights, ids, M, E, x.stride(0), ids.shape[1], ROWS, BLOCK, key_type(x.dtype),
+        num_warps=1,
+    )  # fmt: skip
+
+
+def shape_of_network(M, E, K, dtype):
+    """V neighbours per group, groups and tokens at a time, warps: measured, not derived."""
+    if E <= 16:
+        V, GROUPS = 1, max(8, K, triton.next_power_of_2(E))
+    else:
+        V, GROUPS = (2 if dtype == torch.float32 and E <= 128 and K == 8 else 4), 16
+    return (V, GROUPS, 128, 4) if E <= 16 else (V, GROUPS, 32, 1)
+
+
+def alignment(x):
+    """How many logits apart the places are where all rows start: 16 bytes of them at most."""
+    width = 16 // x.element_size()
+    while x.data_ptr() % (width * x.element_size()) or x.stride(0) % width:
+        width //= 2
+    return width
+
+
+def launch_network(x, weights, ids, renormalize=True, counts=None):
+    M, E = x.shape
+    k = ids.shape[1]
+    K = triton.next_power_of_2(k)
+    V, GROUPS, ROWS, warps = shape_of_network(M, E, K, x.dtype)
+    programs = TILES = triton.cdiv(M, ROWS)
+    if counts is not None:
+        # Few programs with many tiles each, as every program adds its counts to the others'.
+        programs = min(TILES, 2 if DEVICE == "cpu" else 32 // warps * multiprocessors())
+    network_kernel[(programs,)](
+        x, weights, ids, counts, M, x.stride(0), TILES, E, k, K, V, GROUPS, ROWS, alignment(x),
+        key_type(x.dtype), renormalize, 0 if counts is None else triton.next_power_of_2(E + 1),
+        num_warps=warps,
+    )  # fmt: skip
+
+
+def multiprocessors():
+    return torch.cuda.get_device_properties(0).multi_processor_count
+
+
+def moe_topk_gating(logits, k, renormalize=True, counts=None):
+    """The k best experts of every token, and their softmax weights; forward only.
+
+    logits [M, E], E <= 1024, float32, float16 or bfloat16; rows may be strided, columns that are
+    get copied -> weights [M, k] float32, in descending order; ids [M, k] int32, of equal logits
+    the lowest first. 1 <= k <= 16. renormalize: a token's weights sum to 1; else they are the
+    probabilities among all E. counts [E] int32: the number of tokens that chose each expert is
+    added to it. A row with a NaN or inf, or of nothing but -inf, gets NaN weights and valid ids.
+    Raises TypeError for another dtype, ValueError for another shape, k or device, or if logits
+    requires grad.
+    """
+    if logits.ndim != 2 or not 1 <= logits.shape[1] <= 1024:
+        shape = tuple(logits.shape)
+        raise ValueError(f"logits must be [M, E] with 1 <= E <= 1024, got shape {shape}")
+    M, E = logits.shape
+    if not 1 <= k <= min(16, E):
+        raise ValueError(f"k must be between 1 and {min(16, E)} for {E} experts, got {k}")
+    if logits.dtype not in DTYPES:
+        raise TypeError(
+            f"logits must be float32, float16 or bfloat16, got {logits.dtype}; use logits.float()"
+        )
+    if logits.requires_grad:
+        raise ValueError("forward only, but logits requires grad; use logits.detach()")
+    if logits.device.type != DEVICE:
+        raise ValueError(f"logits is on {logits.device}, not {DEVICE}; use logits.to({DEVICE!r})")
+    if counts is not None and (
+        counts.dtype != torch.int32
+        or counts.shape != (E,)
+        or counts.device != logits.device
+        or not counts.is_contiguous()
+    ):
+        raise ValueError(
+            f"counts must be contiguous int32 [{E}] on {logits.device}, got {counts.dtype} "
+            f"{tuple(counts.shape)} on {counts.device}"
+        )
+    weights = torch.empty(M, k, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(M, k, dtype=torch.int32, device=logits.device)
+    if M == 0:
+        return weights, ids
+    if E > 1 and logits.stride(1) != 1:
+        logits = logits.contiguous()
+    if M <= FEW_TOKENS and renormalize and counts is None:
+        launch_packed(logits, weights, ids)
+    else:
+        launch_network(logits, weights, ids, renormalize, counts)
+    return weights, ids
+
+
+def gpu_only_launches():
+    """The network with keys of int64, for GPUs whose double-precision unit is narrow."""
+    x = torch.empty(33, 8)
+    weights, ids = torch.empty(33, 2), torch.empty(33, 2, dtype=torch.int32)
+    network_kernel[(1,)](
+        x, weights, ids, None, 33, 8, 1, 8, 2, 2, 1, 8, 128, 4, tl.int64, True, 0, num_warps=4
+    )
+
+
+def gating_spec(logits, k, renormalize=True):
+    """Reference, in float64: weights and ids, of equal logits the lowest id first."""
+    order = torch.sort(logits.double() + 0.0, dim=1, descending=True, stable=True).indices[:, :k]
+    weights = torch.softmax(logits.double(), dim=1).gather(1, order)
+    if renormalize:
+        weights = weights / weights.sum(dim=1, keepdim=True)
+    return weights, order
+
+
+def gating_right(logits, k, renormalize=True, launch=None):
+    """Are ids and weights those of the reference? launch: a rung, else the function."""
+    if launch is None:
+        weights, ids = moe_topk_gating(logits.to(DEVICE), k, renormalize)
+    else:
+        weights = torch.full((len(logits), k), float("nan"), device=DEVICE)
+        ids = torch.full((len(logits), k), -1, dtype=torch.int32, device=DEVICE)
+        launch(logits.to(DEVICE), weights, ids)
+    want_weights, want_ids = gating_spec(logits, k, renormalize)
+    close = torch.allclose(weights.cpu().double(), want_weights, rtol=1e-5, atol=1e-30)
+    return torch.equal(ids.cpu().long(), want_ids) and close
+
+
+def section_21_3_fast():
+    torch.manual_seed(0)
+    print("=== 21.3, fast: every rung against float64 ===")
+    x = torch.randn(29, 72)
+    for name, launch in {
+        "one token per program": lambda *tensors: launch_probabilities(*tensors, ROWS=1),
+        "sixteen tokens per program": lambda *tensors: launch_probabilities(*tensors, ROWS=16),
+        "logit and id in one number": launch_packed,
+        "one token per thread": launch_network,
+    }.items():
+        print(f"{name}: right? {gating_right(x, 3, launch=launch)}")
+    for dtype in DTYPES:
+        x = torch.randn(33, 8).to(dtype)
+        right = gating_right(x, 2, launch=launch_network)
+        print(f"8 experts, k = 2, {str(dtype)[6:]}: right? {right}")
+    x = torch.randn(5, 30)[:, 3:11]
+    print(f"strided rows, all probabilities' sum: right? {gating_right(x, 2, renormalize=False)}")
+
+    print("\n=== 21.3, fast: what random logits do not test ===")
+    x = torch.randint(0, 3, (23, 72)).float()
+    right = gating_right(x, 3) and gating_right(x, 3, launch=launch_network)
+    print(f"ties, lowest id first: right? {right}")
+    x = torch.randn(9, 72) - 10
+    right = gating_right(x, 3) and gating_right(x, 3, launch=launch_network)
+    print(f"all logits below 0: right? {right}")
+    x = torch.tensor([[200.0, -1.0, 0.0, -2.0]])
+    print(f"probabilities that underflow: ids {moe_topk_gating(x.to(DEVICE), 3)[1].tolist()}")
+    x = torch.randn(50, 8)
+    x[3, 5] = float("nan")
+    counts = torch.zeros(8, dtype=torch.int32, device=DEVICE)
+    weights, ids = moe_topk_gating(x.to(DEVICE), 2, counts=counts)
+    bad_rows = weights.isnan().any(dim=1).nonzero().flatten().tolist()
+    print(f"one NaN in row 3: rows with NaN {bad_rows}")
+    same = torch.equal(counts.cpu().long(), torch.bincount(ids.flatten().cpu().long(), minlength=8))
+    print(f"tokens per expert, from the same pass: right? {same}")
+
+
+BENCH_EXPERTS = (8, 16, 64, 100, 128, 160, 256, 384, 512)
+BENCH_PICKS = (1, 2, 4, 6, 8)
+# Peers are slow, or slow to compile: (experts, picks) where each is measured.
+BENCH_PEER_CELLS = {
+    "torch": [(E, k) for E in BENCH_EXPERTS for k in (2, 8)],
+    "torch.compile": [(64, 8), (256, 8)],
+    "quack": [(E, k) for E in BENCH_EXPERTS for k in (2, 8)],
+}
+
+
+def bench_peers():
+    """Name to function of (logits, k): torch, torch.compile, and quack where it imports."""
+
+    def eager(x, k):
+        weights, ids = torch.topk(torch.softmax(x, dim=1, dtype=torch.float32), k, dim=1)
+        return weights / weights.sum(dim=1, keepdim=True), ids
+
+    peers = {"torch": eager, "torch.compile": torch.compile(eager, dynamic=False)}
+    try:
+        from quack.topk import topk_fwd
+
+        # Softmax over the picks: the same as renormalising.
+        peers["quack"] = lambda x, k: topk_fwd(x, k, softmax=True)
+    except ImportError:
+        pass
+    return peers
+
+
+def bench_cell(M, E, k, dtype, peers):
+    """One row of the table: our time, the copy of as many bytes, and the peers' times."""
+    x = torch.randn(M, E, device=DEVICE).to(dtype)
+    weights = torch.full((M, k), float("nan"), device=DEVICE)
+    ids = torch.full((M, k), -1, dtype=torch.int32, device=DEVICE)
+
+    def median(run):
+        if M > 10000:
+            return triton.testing.do_bench(run, warmup=5, rep=25, return_mode="median")
+        # Launches of a few microseconds: in a graph, where nothing waits for Python.
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            return triton.testing.do_bench_cudagraph(run, rep=10, return_mode="median")
+
+    def right(weights, ids):
+        part = slice(0, 5000)
+        order = torch.sort(x[part].float(), dim=1, descending=True, stable=True)
+        want = torch.softmax(order.values[:, :k], dim=1)
+        # Peers may break ties in another way: their picks' values count.
+        values = x[part].float().gather(1, ids[part].long())
+        tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+        return torch.equal(values, order.values[:, :k]) and torch.allclose(
+            weights[part].float(), want, rtol=tolerance, atol=1e-6
+        )
+
+    launch = launch_packed if M <= FEW_TOKENS else launch_network
+    launch(x, weights, ids)
+    if not right(weights, ids):
+        raise RuntimeError(f"wrong result: {M} x {E}, k = {k}, {dtype}")
+    cell = {"tokens": M, "experts": E, "k": k, "dtype": str(dtype)[6:]}
+    cell["us"] = 1e3 * median(lambda: launch(x, weights, ids))
+    bytes_moved = x.nbytes + weights.nbytes + ids.nbytes
+    source = torch.randn(bytes_moved // 8, device=DEVICE)
+    copy = torch.empty_like(source)
+    cell["copy us"] = 1e3 * median(lambda: copy.copy_(source))
+    cell["of copy"] = cell["copy us"] / cell["us"]
+    if k == 8:
+        counts = torch.zeros(E, dtype=torch.int32, device=DEVICE)
+        with_counts = median(lambda: launch_network(x, weights, ids, counts=counts))
+        cell["with counts us"] = 1e3 * with_counts
+    for name, peer in peers.items():
+        if (E, k) not in BENCH_PEER_CELLS[name]:
+            continue
+        torch._dynamo.reset()
+        try:
+            if not right(*peer(x, k)):
+                raise ValueError("wrong result")
+            cell[f"{name} / ours"] = 1e3 * median(lambda peer=peer: peer(x, k)) / cell["us"]
+        except Exception as problem:
+            print(f"{name} refuses {M} x {E}, k = {k}: {repr(problem)[:100]}", file=sys.stderr)
+            cell[f"{name} / ours"] = float("nan")
+    return cell
+
+
+def bench_ladder():
+    """Fractions of the copy's speed, 1048576 x 256 float32, k = 8, for the docstring's table."""
+    M, E, k = 1048576, 256, 8
+    x = torch.randn(M, E, device=DEVICE)
+    weights = torch.empty(M, k, device=DEVICE)
+    ids = torch.empty(M, k, dtype=torch.int32, device=DEVICE)
+    source = torch.randn((x.nbytes + weights.nbytes + ids.nbytes) // 8, device=DEVICE)
+    copy = torch.empty_like(source)
+    time = {
+        "copy": lambda: copy.copy_(source),
+        "one token per program": lambda: launch_probabilities(x, weights, ids, ROWS=1),
+        "sixteen tokens per program": lambda: launch_probabilities(x, weights, ids, ROWS=16),
+        "logit and id in one number": lambda: launch_packed(x, weights, ids),
+        "one token per thread": lambda: launch_network(x, weights, ids),
+    }
+    time = {name: triton.testing.do_bench(f, return_mode="median") for name, f in time.items()}
+    return {name: time["copy"] / ms for name, ms in time.items()}
+
+
+def bench(folder):
+    """Print the table; write gating.csv and gating.png into folder, or beside the script."""
+    if DEVICE == "cpu":
+        raise SystemExit("--bench needs a GPU and TRITON_INTERPRET unset")
+    import datetime
+    import pathlib
+
+    # Only the table and the plot need these two.
+    import matplotlib
+    import pandas
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    gpu = torch.cuda.get_device_name()
+    if folder is None:
+        root = pathlib.Path(__file__).resolve().parent.parent
+        folder = root / "benchmarks" / gpu.lower().replace(" ", "-")
+    folder = pathlib.Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, fraction in bench_ladder().items():
+        print(f"1048576 x 256 float32, k = 8, {name}: {fraction:.3f} of copy", flush=True)
+    peers = bench_peers()
+    cells = []
+    for dtype in (torch.float32, torch.bfloat16):
+        for M in (1048576, 4096):
+            for E in BENCH_EXPERTS:
+                for k in BENCH_PICKS:
+                    cells.append(bench_cell(M, E, k, dtype, peers))
+                    of_copy = cells[-1]["of copy"]
+                    print(f"{M} x {E} {str(dtype)[6:]} {k}: {of_copy:.3f}", file=sys.stderr)
+    table = pandas.DataFrame(cells)
+    print(table.round(3).to_string(index=False))
+    table["GPU"], table["torch"], table["triton"] = gpu, torch.__version__, triton.__version__
+    table["date"] = datetime.date.today().isoformat()
+    table.to_csv(folder / "gating.csv", index=False, float_format="%.5g")
+
+    figure, panels = pyplot.subplots(1, 2, figsize=(12, 4.5), sharey=True)
+    many = table[table["tokens"] == 1048576]
+    for panel, (dtype, part) in zip(panels, many.groupby("dtype", sort=False), strict=True):
+        for k, line in part.groupby("k"):
+            panel.plot(line["experts"], line["of copy"], "o-", label=f"k = {k}")
+        for name, style in zip(peers, ("k:", "k--", "k-."), strict=False):
+            line = part[(part["k"] == 8) & part[f"{name} / ours"].notna()]
+            panel.plot(line["experts"], line["of copy"] / line[f"{name} / ours"], style, label=name)
+        panel.set(xscale="log", xlabel="experts", title=f"gating, {dtype}, {gpu}", ylim=0)
+    panels[0].set_ylabel("fraction of a copy's speed, 1048576 tokens (peers: k = 8)")
+    panels[0].legend()
+    figure.tight_layout()
+    figure.savefig(folder / "gating.png", dpi=120)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Fast gating: checks, or with --bench a table.")
+    parser.add_argument("--bench", action="store_true", help="measure, on a GPU")
+    parser.add_argument("--out", help="folder for gating.csv and gating.png")
+    options = parser.parse_args()
+    if options.bench:
+        bench(options.out)
+    else:
+        section_21_3_fast()

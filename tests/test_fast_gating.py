@@ -1,0 +1,143 @@
+"""The fast gating against float64: both rungs that it dispatches to, every dtype, hard rows."""
+
+import pytest
+import torch
+from conftest import INF, NAN, randn
+
+NAME = "chapter21/09_fast_moe_gating.py"
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+NEGATIVE_NAN = torch.tensor([-4194304], dtype=torch.int32).view(torch.float32).item()
+
+
+@pytest.fixture(scope="module", params=["a warp per token", "a token per thread"])
+def fast(script, request):
+    module = script(NAME)
+    few = module.FEW_TOKENS
+    module.FEW_TOKENS = few if request.param == "a warp per token" else -1
+    yield module
+    module.FEW_TOKENS = few
+
+
+def assert_gated(fast, x, k, renormalize=True, **options):
+    """ids exactly, of equal logits the lowest first; weights to float32's precision."""
+    weights, ids = fast.moe_topk_gating(x.to(fast.DEVICE), k, renormalize, **options)
+    assert weights.dtype == torch.float32 and ids.dtype == torch.int32
+    logits = x.cpu().double() + 0.0  # -0.0 ties with 0.0
+    want = torch.sort(logits, dim=1, descending=True, stable=True).indices[:, :k]
+    assert torch.equal(ids.cpu().long(), want)
+    p = torch.softmax(logits, dim=1).gather(1, want)
+    p = p / p.sum(dim=1, keepdim=True) if renormalize else p
+    torch.testing.assert_close(weights.cpu().double(), p, rtol=1e-5, atol=1e-30)
+    return weights, ids
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "M, E, k",
+    [(1, 1, 1), (5, 3, 2), (37, 7, 7), (40, 8, 2), (33, 16, 16), (3, 17, 3), (2, 64, 8)]
+    + [(3, 100, 6), (33, 160, 4), (2, 384, 1), (2, 1023, 2), (2, 1024, 2)],
+)
+def test_any_shape_and_dtype(fast, M, E, k, dtype):
+    assert_gated(fast, randn(M, E).to(dtype), k)
+
+
+@pytest.mark.parametrize("E, k", [(8, 3), (75, 4)])
+def test_probabilities_among_all_experts(fast, E, k):
+    for dtype in DTYPES:
+        assert_gated(fast, randn(5, E).to(dtype) * 3, k, renormalize=False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("E", [6, 70])
+def test_ties_take_the_lowest_id(fast, E, dtype):
+    x = torch.randint(-1, 2, (20, E), generator=torch.Generator().manual_seed(0)).to(dtype)
+    x[0], x[1], x[2, ::2] = 0, -0.0, -0.0
+    x[3], x[3, E // 2], x[3, -1] = -INF, 1, -5
+    assert_gated(fast, x, 4)
+
+
+@pytest.mark.parametrize("padding", [0, 30, 70])
+@pytest.mark.parametrize(
+    "row", [[1, NAN, 2, 0], [1, NEGATIVE_NAN, 2, 0], [NAN] * 4, [-INF] * 4, [1, INF, 2, 0]]
+)
+def test_a_bad_row_spoils_no_other(fast, row, padding):
+    for dtype in DTYPES:
+        x = torch.tensor([row, [1.0, 2, 3, 4]])
+        x = torch.cat([x, torch.full((2, padding), -INF)], dim=1).to(dtype)
+        weights, ids = (t.cpu() for t in fast.moe_topk_gating(x.to(fast.DEVICE), 2))
+        assert weights[0].isnan().all()
+        assert ids[0, 0] != ids[0, 1] and 0 <= ids[0].min() and ids[0].max() < 4 + padding
+        torch.testing.assert_close(weights[1], torch.tensor([0.7310586, 0.2689414]))
+        assert ids[1].tolist() == [3, 2]
+
+
+def test_it_chooses_on_logits_where_probabilities_underflow(fast):
+    for k in (2, 3):
+        weights, ids = fast.moe_topk_gating(
+            torch.tensor([[200.0, -1, 0, -2]], device=fast.DEVICE), k
+        )
+        assert ids.tolist() == [[0, 2, 1][:k]] and weights.tolist() == [[1, 0, 0][:k]]
+
+
+def test_known_weights(fast):
+    x = torch.tensor([[0.1, 0.9, -1, 2]], device=fast.DEVICE)
+    for renormalize, want in (True, [0.75026, 0.24974]), (False, [0.65264, 0.21725]):
+        weights, ids = fast.moe_topk_gating(x, 2, renormalize)
+        assert ids.tolist() == [[3, 1]]
+        torch.testing.assert_close(weights.cpu(), torch.tensor([want]), rtol=0, atol=1e-5)
+
+
+def test_strided_rows_and_columns(fast):
+    buffer = randn(9, 200)
+    for x in (buffer[:, 3:67], buffer[:, 4:12], buffer.t()[:70], buffer[:1, :70].expand(3, 70)):
+        assert_gated(fast, x, 3)
+    assert [t.shape for t in fast.moe_topk_gating(buffer[:0].to(fast.DEVICE), 2)] == [(0, 2)] * 2
+
+
+@pytest.mark.parametrize("E, k", [(8, 2), (70, 5)])
+def test_tokens_per_expert_are_added(fast, E, k):
+    x = randn(150, E)
+    counts = torch.full((E,), 7, dtype=torch.int32, device=fast.DEVICE)
+    _, ids = assert_gated(fast, x, k, counts=counts)
+    assert torch.equal(counts.cpu() - 7, torch.bincount(ids.flatten().cpu(), minlength=E).int())
+
+
+def test_row_offsets_past_2_to_the_31(fast):
+    stride = 2**30
+    buffer = torch.empty(2 * stride + 16, dtype=torch.float16, device=fast.DEVICE)
+    x = buffer.as_strided((3, 4), (stride, 1))
+    x.copy_(randn(3, 4))
+    assert_gated(fast, x, 2)
+
+
+def test_what_it_refuses(fast):
+    x = randn(4, 8).to(fast.DEVICE)
+    for bad in (x.int(), x.double()):
+        with pytest.raises(TypeError, match="logits must be float32"):
+            fast.moe_topk_gating(bad, 2)
+    with pytest.raises(ValueError, match="forward only"):
+        fast.moe_topk_gating(x.clone().requires_grad_(), 2)
+    for bad in (x[0], x[:, :0], x[:, :1].expand(4, 1025)):
+        with pytest.raises(ValueError, match="E <= 1024"):
+            fast.moe_topk_gating(bad, 1)
+    for k in (0, 9, 17):
+        with pytest.raises(ValueError, match="between 1 and 8 for 8 experts"):
+            fast.moe_topk_gating(x, k)
+    for counts in (torch.zeros(7).int(), torch.zeros(8), torch.zeros(16).int()[::2]):
+        with pytest.raises(ValueError, match="counts must be contiguous int32"):
+            fast.moe_topk_gating(x, 2, counts=counts.to(fast.DEVICE))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("M, E, k", [(70001, 8, 2), (40000, 100, 6), (20011, 256, 8)])
+def test_many_tokens_the_same_every_time(fast, M, E, k, dtype):
+    if fast.DEVICE == "cpu":
+        pytest.skip("too many for the interpreter")
+    x = randn(M, E).to(dtype)
+    counts = torch.zeros(E, dtype=torch.int32, device="cuda")
+    weights, ids = assert_gated(fast, x, k, counts=counts)
+    assert torch.equal(counts.cpu(), torch.bincount(ids.flatten().cpu(), minlength=E).int())
+    for _ in range(20):
+        again = fast.moe_topk_gating(x.cuda(), k)
+        assert torch.equal(again[0], weights) and torch.equal(again[1], ids)
