@@ -472,7 +472,8 @@ def bench(folder):
         for name in peers:
             speed = part["GB/s"] / part[f"{name} / ours"]
             panel.plot(part["columns"], speed, ".-", label=name)
-        panel.set(xscale="log", xlabel="columns", title=f"softmax, {dtype}, {gpu}", ylim=0)
+        panel.set(xscale="log", xlabel="columns", title=f"softmax, {dtype}, {gpu}")
+    panels[0].set_ylim(bottom=0)  # of all panels, now that all lines are drawn
     panels[0].set_ylabel("GB/s, read once and written once")
     panels[0].legend()
     figure.tight_layout()

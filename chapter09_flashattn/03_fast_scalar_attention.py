@@ -2,20 +2,21 @@
 
 A score costs one exponential, and q, k and v are tiny: nothing but arithmetic counts. An H200
 starts 128 lanes of arithmetic per clock and multiprocessor, but only 16 exponentials; one score in
-the time of one exponential leaves room for 8 instructions. Exponentials per second at N0 = T =
-65536, and as a share of what the exponential units alone can do (--bench prints every size):
+the time of one exponential leaves room for 8 instructions. 10^12 exponentials per second at
+N0 = T = 65536, and their share of what an H200's exponential units alone could do (--bench prints
+other sizes):
 
-    1  the puzzle's kernel            ???   ???  sums and maxima across lanes for every block
-    2  the row maximum beforehand     ???   ???  no maximum to find, nothing to rescale
-    3  sums that stay in lanes        ???   ???  added up across lanes once: 5 instructions a score
-    4  the keys split over programs   ???   ???  no multiprocessor is idle, also where N0 is small
+    1  the puzzle's kernel            0.35  0.08  sums and maxima across lanes for every block
+    2  the row maximum beforehand     0.58  0.14  no maximum to find, nothing to rescale
+    3  sums that stay in lanes        3.11  0.74  added up across lanes once: 5 instructions a score
+    4  the keys split over programs   3.32  0.79  no multiprocessor is idle, also where N0 is small
 
 Rung 2 rests on the scores being products: the largest q * k_j is at the largest key if q >= 0, at
 the smallest if q < 0, so that the weights are e^(q * (k_j - extreme)) at once. It is the keys'
 difference that is taken, not that of the scores: scores near -4194304 lose nothing by it. Rungs 3
 and 4 count 5 slots of the 8 (pick a difference, multiply, exponential, two sums), and half a one
 for loads. To compute some exponentials by a polynomial, on the multiply-add units, gains nothing:
-with one in eight the same sweep was up to 7 % slower, or 2 % faster with the wrong tile.
+with one in eight, three of four tile shapes were 2 to 7 % slower, the fourth no faster than this.
 
     python 03_fast_scalar_attention.py                     checks, on small sizes
     python 03_fast_scalar_attention.py --bench [--out DIR] the table beside the peers, on a GPU

@@ -2,16 +2,14 @@
 
     out = softmax(scale * q k^T) v     q [B, Hq, M, D], k and v [B, Hkv, N, D], causal or not
 
-TFLOP/s on an H200, B = 4, Hq = Hkv = 16, M = N = 4096, D = 128 (--bench prints other sizes beside
-the peers; causal counts half the operations; a bf16 product of matrices reaches about 700):
+The rungs (--bench measures each, and the last beside the peers at other sizes):
 
-                                              full    causal
-    1  the lesson: float32, 16 x 16            ???       ???  a tile is too small to be used twice
-    2  float32, 32 x 32                        ???       ???  K and V are read half as often
-    3  bf16, in the tiles of rung 6            ???       ???  tensor cores; sums stay in float32
-    4  exp2, and nothing recomputed            ???       ???  one multiply-add and one 2^x a score
-    5  a mask only where it hides something    ???       ???  a mask costs as much as a product
-    6  tiles fetched by the copy engine        ???       ???  no thread computes an address
+    1  the lesson: float32, 16 x 16            a tile is too small to be used twice
+    2  float32, 32 x 32                        K and V are read half as often
+    3  bf16, in the tiles of rung 6            tensor cores; sums stay in float32
+    4  exp2, and nothing recomputed            one multiply-add and one 2^x a score
+    5  a mask only where it hides something    a mask costs as much as a product
+    6  tiles fetched by the copy engine        no thread computes an address
 
 Rung 5 splits the keys of a query block into those that all of its queries see and the rest, starts
 the longest query blocks first, and lets neighbours share K and V in the L2 cache. Rung 6 needs the
@@ -662,7 +660,8 @@ def bench_attention(folder):
         for name in BENCH_PEERS:
             panel.plot(part["N"], part[name], ".-", label=name)
         kind = "causal" if causal else "full"
-        panel.set(xscale="log", xlabel="N", title=f"attention, bfloat16, D = {D}, {kind}", ylim=0)
+        panel.set(xscale="log", xlabel="N", title=f"attention, bfloat16, D = {D}, {kind}")
+    panels[0].set_ylim(bottom=0)  # of all panels, now that all lines are drawn
     panels[0].set_ylabel(f"TFLOP/s on {gpu}")
     panels[0].legend()
     figure.tight_layout()

@@ -1,22 +1,21 @@
 """21.3, fast: a ladder of gates, from one token per program to the speed of reading the logits.
 
 A gate reads M x E logits once and writes k weights and k ids per token, so a copy that moves as
-many bytes is the yardstick. Fractions of its speed on an H200, 1048576 x 256 float32, k = 8
+many bytes is the yardstick. Fractions of its speed on an H200 for 1048576 x 256 float32 and k = 8
 (--bench prints every shape, and bfloat16):
 
-    1  one token per program          ?.??  21.3's way: softmax, then two reductions per pick
-    2  sixteen tokens per program     ?.??  fewer programs, each with more to do
-    3  logit and id in one number     ?.??  a pick is one reduction, and softmax takes k terms
-    4  one token per thread           ?.??  a thread needs no other to find its token's best k
+    1  one token per program          0.07  21.3's way: softmax, then two reductions per pick
+    2  sixteen tokens per program     0.15  fewer programs, each with more to do
+    3  logit and id in one number     0.21  a pick is one reduction, and softmax takes k terms
+    4  one token per thread           0.83  a thread needs no other to find its token's best k
 
 Rung 3 chooses on the logits, and so does rung 4: probabilities that underflow to 0 would tie. When
 the weights are renormalised the sum S over all experts cancels, e^a / S / (e^a / S + e^b / S), so
 only the k terms picked are computed.
 
-Rung 4 works in two steps, as a thread that compares all E logits of its token with one another
-would be the limit. The k best logits lie in the k groups of V neighbours with the k best maxima: a
-maximum is one cheap operation per logit, and what is left for the sorting network is E / V maxima
-and then k V candidates.
+To sort all E logits would be too much arithmetic for one thread, so rung 4 works in two steps. The
+k best logits lie in the k groups of V neighbours with the k best maxima. A maximum is one cheap
+operation per logit; what is left for the sorting network is E / V maxima and then k V candidates.
 
     python 09_fast_moe_gating.py                     checks, on small sizes
     python 09_fast_moe_gating.py --bench [--out DIR] the table beside the peers, on a GPU
@@ -40,7 +39,6 @@ import triton.language as tl
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # GPUs with a double-precision unit as wide as the others' (V100, A100, H100, H200, B200).
 FAST_DOUBLES = ((7, 0), (8, 0), (9, 0), (10, 0))
-FEW_TOKENS = 16384  # too few for a token per thread to fill a GPU: a warp per token is faster
 
 
 @triton.jit
@@ -208,8 +206,9 @@ def sort_step(t, RUN: tl.constexpr, APART: tl.constexpr):
 def sort(t):
     """Batcher's odd-even merge sort of a tuple (Knuth, TAOCP 5.2.2 M): 19 comparators for 8."""
     for p in tl.static_range(4):
-        for q in tl.static_range(p + 1):
-            t = sort_step(t, 1 << p, 1 << (p - q))
+        if 1 << p < len(t):
+            for q in tl.static_range(p + 1):
+                t = sort_step(t, 1 << p, 1 << (p - q))
     return t
 
 
@@ -494,10 +493,7 @@ def moe_topk_gating(logits, k, renormalize=True, counts=None):
         return weights, ids
     if E > 1 and logits.stride(1) != 1:
         logits = logits.contiguous()
-    if M <= FEW_TOKENS and renormalize and counts is None:
-        launch_packed(logits, weights, ids)
-    else:
-        launch_network(logits, weights, ids, renormalize, counts)
+    launch_network(logits, weights, ids, renormalize, counts)
     return weights, ids
 
 
@@ -545,17 +541,16 @@ def section_21_3_fast():
         print(f"{name}: right? {gating_right(x, 3, launch=launch)}")
     for dtype in DTYPES:
         x = torch.randn(33, 8).to(dtype)
-        right = gating_right(x, 2, launch=launch_network)
-        print(f"8 experts, k = 2, {str(dtype)[6:]}: right? {right}")
+        print(f"8 experts, k = 2, {str(dtype)[6:]}: right? {gating_right(x, 2)}")
     x = torch.randn(5, 30)[:, 3:11]
     print(f"strided rows, all probabilities' sum: right? {gating_right(x, 2, renormalize=False)}")
 
     print("\n=== 21.3, fast: what random logits do not test ===")
     x = torch.randint(0, 3, (23, 72)).float()
-    right = gating_right(x, 3) and gating_right(x, 3, launch=launch_network)
+    right = gating_right(x, 3) and gating_right(x, 3, launch=launch_packed)
     print(f"ties, lowest id first: right? {right}")
     x = torch.randn(9, 72) - 10
-    right = gating_right(x, 3) and gating_right(x, 3, launch=launch_network)
+    right = gating_right(x, 3) and gating_right(x, 3, launch=launch_packed)
     print(f"all logits below 0: right? {right}")
     x = torch.tensor([[200.0, -1.0, 0.0, -2.0]])
     print(f"probabilities that underflow: ids {moe_topk_gating(x.to(DEVICE), 3)[1].tolist()}")
@@ -622,12 +617,11 @@ def bench_cell(M, E, k, dtype, peers):
             weights[part].float(), want, rtol=tolerance, atol=1e-6
         )
 
-    launch = launch_packed if M <= FEW_TOKENS else launch_network
-    launch(x, weights, ids)
+    launch_network(x, weights, ids)
     if not right(weights, ids):
         raise RuntimeError(f"wrong result: {M} x {E}, k = {k}, {dtype}")
     cell = {"tokens": M, "experts": E, "k": k, "dtype": str(dtype)[6:]}
-    cell["us"] = 1e3 * median(lambda: launch(x, weights, ids))
+    cell["us"] = 1e3 * median(lambda: launch_network(x, weights, ids))
     bytes_moved = x.nbytes + weights.nbytes + ids.nbytes
     source = torch.randn(bytes_moved // 8, device=DEVICE)
     copy = torch.empty_like(source)
@@ -715,7 +709,8 @@ def bench(folder):
         for name, style in zip(peers, ("k:", "k--", "k-."), strict=False):
             line = part[(part["k"] == 8) & part[f"{name} / ours"].notna()]
             panel.plot(line["experts"], line["of copy"] / line[f"{name} / ours"], style, label=name)
-        panel.set(xscale="log", xlabel="experts", title=f"gating, {dtype}, {gpu}", ylim=0)
+        panel.set(xscale="log", xlabel="experts", title=f"gating, {dtype}, {gpu}")
+    panels[0].set_ylim(bottom=0)  # of all panels, now that all lines are drawn
     panels[0].set_ylabel("fraction of a copy's speed, 1048576 tokens (peers: k = 8)")
     panels[0].legend()
     figure.tight_layout()

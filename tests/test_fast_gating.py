@@ -1,4 +1,4 @@
-"""The fast gating against float64: both rungs that it dispatches to, every dtype, hard rows."""
+"""The fast gating against float64: every rung, dtype and hard row, strided rows, counts."""
 
 import pytest
 import torch
@@ -9,13 +9,9 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 NEGATIVE_NAN = torch.tensor([-4194304], dtype=torch.int32).view(torch.float32).item()
 
 
-@pytest.fixture(scope="module", params=["a warp per token", "a token per thread"])
-def fast(script, request):
-    module = script(NAME)
-    few = module.FEW_TOKENS
-    module.FEW_TOKENS = few if request.param == "a warp per token" else -1
-    yield module
-    module.FEW_TOKENS = few
+@pytest.fixture(scope="module")
+def fast(script):
+    return script(NAME)
 
 
 def assert_gated(fast, x, k, renormalize=True, **options):
@@ -39,6 +35,21 @@ def assert_gated(fast, x, k, renormalize=True, **options):
 )
 def test_any_shape_and_dtype(fast, M, E, k, dtype):
     assert_gated(fast, randn(M, E).to(dtype), k)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rung", ["one token per program", "sixteen tokens", "packed", "int64"])
+def test_every_rung(fast, rung, dtype, monkeypatch):
+    x = randn(20, 70).to(dtype)
+    launch = {
+        "one token per program": lambda *tensors: fast.launch_probabilities(*tensors, ROWS=1),
+        "sixteen tokens": lambda *tensors: fast.launch_probabilities(*tensors, ROWS=16),
+        "packed": fast.launch_packed,
+        "int64": fast.launch_network,
+    }[rung]
+    if rung == "int64":
+        monkeypatch.setattr(fast, "key_type", lambda dtype: fast.tl.int64)
+    assert fast.gating_right(x, 5, launch=launch)
 
 
 @pytest.mark.parametrize("E, k", [(8, 3), (75, 4)])
