@@ -531,7 +531,7 @@ def gating_right(logits, k, renormalize=True, launch=None):
 def section_21_3_fast():
     torch.manual_seed(0)
     print("=== 21.3, fast: every rung against float64 ===")
-    x = torch.randn(29, 72)
+    x = torch.randn(11, 72)
     for name, launch in {
         "one token per program": lambda *tensors: launch_probabilities(*tensors, ROWS=1),
         "sixteen tokens per program": lambda *tensors: launch_probabilities(*tensors, ROWS=16),
@@ -546,12 +546,9 @@ def section_21_3_fast():
     print(f"strided rows, all probabilities' sum: right? {gating_right(x, 2, renormalize=False)}")
 
     print("\n=== 21.3, fast: what random logits do not test ===")
-    x = torch.randint(0, 3, (23, 72)).float()
+    x = torch.randint(0, 3, (23, 72)).float() - 5
     right = gating_right(x, 3) and gating_right(x, 3, launch=launch_packed)
-    print(f"ties, lowest id first: right? {right}")
-    x = torch.randn(9, 72) - 10
-    right = gating_right(x, 3) and gating_right(x, 3, launch=launch_packed)
-    print(f"all logits below 0: right? {right}")
+    print(f"ties below 0, lowest id first: right? {right}")
     x = torch.tensor([[200.0, -1.0, 0.0, -2.0]])
     print(f"probabilities that underflow: ids {moe_topk_gating(x.to(DEVICE), 3)[1].tolist()}")
     x = torch.randn(50, 8)
