@@ -1,7 +1,7 @@
 """Puzzle 8, fast: a ladder of kernels from the puzzle's to nearly the speed of a copy.
 
 Softmax must read x once and write z once, so a copy of as many bytes is the yardstick. Fractions
-of its speed on an H200 (4.1 TB/s) for float32 rows (--bench prints every length, and bfloat16):
+of its speed on an H200 (4.15 TB/s) for float32 rows (--bench prints every length, and bfloat16):
 
     1  two passes, 32 columns at a time        0.10  of 131072 columns: small loads, few in flight
     2  two passes, 4096 columns at a time      0.63  of 131072: wide loads, but x is read twice
@@ -15,7 +15,7 @@ registers. They wait for one another, so all must run at the same time; the inte
 one by one and therefore takes rung 2 instead.
 
     python 04_fast_softmax.py                     checks, on small sizes
-    python 04_fast_softmax.py --bench [--out DIR] the table beside the peers, on a GPU
+    python 04_fast_softmax.py --bench [--out DIR] a table beside other libraries
 """
 
 import argparse
@@ -431,7 +431,7 @@ def bench_ladder():
 
 
 def bench(folder):
-    """Print the table; write softmax.csv and softmax.png into folder, or beside the script."""
+    """Print the table; write softmax.csv and softmax.png into folder, or benchmarks/<gpu>."""
     if DEVICE == "cpu":
         raise SystemExit("--bench needs a GPU and TRITON_INTERPRET unset")
     import datetime
@@ -482,8 +482,10 @@ def bench(folder):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Fast softmax: checks, or with --bench a table.")
-    parser.add_argument("--bench", action="store_true", help="measure, on a GPU")
-    parser.add_argument("--out", help="folder for softmax.csv and softmax.png")
+    parser.add_argument(
+        "--bench", action="store_true", help="measure, on a GPU; needs pandas, matplotlib"
+    )
+    parser.add_argument("--out", help="folder for softmax.csv and .png (default: benchmarks/<gpu>)")
     options = parser.parse_args()
     if options.bench:
         bench(options.out)

@@ -1,7 +1,7 @@
-"""Puzzle 9, fast: a ladder of kernels from the puzzle's to the limit of the exponential unit.
+"""Puzzle 9, fast: a ladder of kernels towards the limit of the exponential unit.
 
 A score costs one exponential, and q, k and v are tiny: nothing but arithmetic counts. An H200
-starts 128 lanes of arithmetic per clock and multiprocessor, but only 16 exponentials; one score in
+starts 128 operations per clock and multiprocessor, but only 16 exponentials; one score in
 the time of one exponential leaves room for 8 instructions. 10^12 exponentials per second at
 N0 = T = 65536, and their share of what an H200's exponential units alone could do (--bench prints
 other sizes):
@@ -14,12 +14,12 @@ other sizes):
 Rung 2 rests on the scores being products: the largest q * k_j is at the largest key if q >= 0, at
 the smallest if q < 0, so that the weights are e^(q * (k_j - extreme)) at once. It is the keys'
 difference that is taken, not that of the scores: scores near -4194304 lose nothing by it. Rungs 3
-and 4 count 5 slots of the 8 (pick a difference, multiply, exponential, two sums), and half a one
+and 4 count 5 slots of the 8 (pick a difference, multiply, exponential, two sums), and half a slot
 for loads. To compute some exponentials by a polynomial, on the multiply-add units, gains nothing:
-with one in eight, three of four tile shapes were 2 to 7 % slower, the fourth no faster than this.
+with one in eight, three of four tile shapes were 2 to 7 % slower, the fourth no faster than rung 4.
 
     python 03_fast_scalar_attention.py                     checks, on small sizes
-    python 03_fast_scalar_attention.py --bench [--out DIR] the table beside the peers, on a GPU
+    python 03_fast_scalar_attention.py --bench [--out DIR] a table beside other libraries
 """
 
 import argparse
@@ -41,7 +41,7 @@ B0 = 32  # queries of a program
 B1 = 32  # keys side by side: one per lane of a warp, so that each warp has its own queries
 BLOCKS = 8  # blocks of B1 keys per turn of the loop
 WARPS = 4
-PROGRAMS = 48  # wanted per multiprocessor, of which a quarter run at a time: a short last turn
+PROGRAMS = 48  # wanted per multiprocessor: many, so that when the last ones run few are idle
 SMALLEST_PIECE = 1024  # keys that are worth a program
 
 
@@ -239,9 +239,9 @@ RUNGS = {
 def fast_flashatt(q, k, v, out=None):
     """Attention over scalars: q [N0], k [T], v [T], float32 -> z [N0]. Forward only.
 
-    |q| up to 1e38. Without keys, or where all scores are -inf, z is 0; an infinite or NaN query
-    gives NaN. out: a contiguous tensor like q. Raises TypeError for another dtype, ValueError for
-    another shape or device, or if a tensor requires grad.
+    |q| up to 1e38. Without keys, or where infinite keys make all scores -inf, z is 0; else an
+    infinite or NaN query gives NaN. out: a contiguous tensor like q. Raises TypeError for another
+    dtype, ValueError for another shape or device, or if a tensor requires grad.
     """
     if q.ndim != 1 or k.ndim != 1 or k.shape != v.shape:
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
@@ -398,7 +398,7 @@ def bench_scalar_ladder(limit, N=65536):
 
 
 def bench_scalar_attention(folder):
-    """Print the table; write scalar_attention.csv and .png into folder, or beside the script."""
+    """Print the table; write scalar_attention.csv and .png into folder, or benchmarks/<gpu>."""
     if DEVICE == "cpu":
         raise SystemExit("--bench needs a GPU and TRITON_INTERPRET unset")
     import datetime
@@ -441,8 +441,10 @@ def bench_scalar_attention(folder):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Fast scalar attention: checks, or a table.")
-    parser.add_argument("--bench", action="store_true", help="measure, on a GPU")
-    parser.add_argument("--out", help="folder for scalar_attention.csv and scalar_attention.png")
+    parser.add_argument(
+        "--bench", action="store_true", help="measure, on a GPU; needs pandas, matplotlib"
+    )
+    parser.add_argument("--out", help="folder for the .csv and .png (default: benchmarks/<gpu>)")
     options = parser.parse_args()
     if options.bench:
         bench_scalar_attention(options.out)

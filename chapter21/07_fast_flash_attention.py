@@ -2,22 +2,22 @@
 
     out = softmax(scale * q k^T) v     q [B, Hq, M, D], k and v [B, Hkv, N, D], causal or not
 
-The rungs (--bench measures each, and the last beside the peers at other sizes):
+The rungs (--bench measures each, and the last beside other libraries at other sizes):
 
-    1  the lesson: float32, 16 x 16            a tile is too small to be used twice
-    2  float32, 32 x 32                        K and V are read half as often
-    3  bf16, in the tiles of rung 6            tensor cores; sums stay in float32
-    4  exp2, and nothing recomputed            one multiply-add and one 2^x a score
-    5  a mask only where it hides something    a mask costs as much as a product
+    1  the lesson: float32, 16 x 16            K and V are read anew for every 16 queries
+    2  float32, 32 x 32                        they are read half as often
+    3  bfloat16, larger tiles                  tensor cores; sums stay in float32
+    4  exp2, and programs in another order     one multiply-add and one 2^x a score
+    5  a mask only where it hides something    most blocks of keys need none
     6  tiles fetched by the copy engine        no thread computes an address
 
-Rung 5 splits the keys of a query block into those that all of its queries see and the rest, starts
-the longest query blocks first, and lets neighbours share K and V in the L2 cache. Rung 6 needs the
-tensor memory accelerator of a Hopper GPU or newer; float32, other GPUs and strides that it
+From rung 4 on the longest query blocks start first, and neighbours share K and V in the L2 cache.
+Rung 5 splits the keys of a query block into those that all of its queries see and the rest. Rung 6
+uses the tensor memory accelerator of an H100, H200 or B200; float32, other GPUs and strides that it
 refuses take rung 5.
 
     python 07_fast_flash_attention.py                     checks, on small sizes
-    python 07_fast_flash_attention.py --bench [--out DIR] the table beside the peers, on a GPU
+    python 07_fast_flash_attention.py --bench [--out DIR] a table beside other libraries
 """
 
 import argparse
@@ -49,7 +49,11 @@ LOG2_E = 1.4426950408889634
 # 128 and 256 wide. The limit is the shared memory of a program: a tile of q, and num_stages tiles
 # each of k and of v.
 TILES = {
-    "descriptors": ((128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 2)),  # 227 KiB: sm_90, 100
+    "descriptors": (
+        (128, 128, 8, 3),
+        (128, 128, 8, 2),
+        (128, 64, 8, 2),
+    ),  # 227 KiB: sm_90, 100, 103
     "160 KiB": ((128, 64, 4, 3), (128, 64, 8, 2), (64, 32, 4, 2)),  # sm_80
     "96 KiB": ((128, 64, 4, 2), (128, 32, 8, 2), (64, 32, 4, 1)),  # sm_86, 89, 120
     "64 KiB": ((64, 32, 4, 1), (64, 32, 8, 1), (32, 32, 8, 1)),  # sm_75, AMD
@@ -377,13 +381,14 @@ def fast_flash_attention(q, k, v, causal=False, scale=None, out=None):
     float32, float16 or bfloat16, float32 inside, out in q's dtype; forward only. Hq is a multiple
     of Hkv: query head h uses head h // (Hq // Hkv) of k and v. D is 1 to 256; q, k and v may have
     any strides. causal: query i sees the keys 0..i, also where M and N differ. Without keys the
-    result is 0. scale: 1 / sqrt(D) unless given. out: a contiguous tensor like q to write to.
+    result is 0. Scores may be as large as 1e8. scale: 1 / sqrt(D) unless given, from 1e-30 to 1e30.
+    out: a contiguous tensor like q to write to, which must not overlap k or v.
     Raises TypeError for another dtype, ValueError for shapes, devices or a scale that do not fit.
     """
     check_inputs(q, k, v)
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    if not 0 < scale < math.inf:
-        raise ValueError(f"scale must be positive and finite, got {scale}")
+    if not 1e-30 <= scale <= 1e30:
+        raise ValueError(f"scale must be from 1e-30 to 1e30, got {scale}")
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if (out.shape, out.dtype, out.device) != (q.shape, q.dtype, q.device):
@@ -670,8 +675,12 @@ def bench_attention(folder):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Fast attention: checks, or with --bench a table.")
-    parser.add_argument("--bench", action="store_true", help="measure, on a GPU")
-    parser.add_argument("--out", help="folder for attention.csv and attention.png")
+    parser.add_argument(
+        "--bench", action="store_true", help="measure, on a GPU; needs pandas, matplotlib"
+    )
+    parser.add_argument(
+        "--out", help="folder for attention.csv and .png (default: benchmarks/<gpu>)"
+    )
     options = parser.parse_args()
     if options.bench:
         bench_attention(options.out)

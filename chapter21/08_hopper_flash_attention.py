@@ -7,9 +7,9 @@ Gluon the kernel says what Triton otherwise decides: who copies, who multiplies,
 
 On a multiprocessor the exponentials of a block of scores take as long as its two products if
 D = 64, half as long if D = 128: done one after the other, the tensor cores rest for a third of the
-time or more. Each rung lets more happen at the same time. TFLOP/s on an H200, B = 4,
-Hq = Hkv = 16, M = N = 4096, D = 128 (--bench prints other sizes beside the peers; causal counts
-half the operations):
+time or more. Each rung lets more happen at the same time, which pays if the work is even. TFLOP/s
+on an H200, B = 4, Hq = Hkv = 16, M = N = 4096, D = 128 (--bench prints other sizes, beside cuDNN;
+causal counts half the operations):
 
                                               full    causal
     1  one warpgroup, one producer warp        460       411  copies hide under all else
@@ -17,8 +17,8 @@ half the operations):
     3  softmax held under its own P V          651       582  a warpgroup does both by itself, too
     4  persistent programs                     662       485  so do one tile's end, the next's start
 
-If causal, tiles differ in length, and a program that is given a fixed share of them may get the
-long ones: a tile per program, handed out as programs end, balances better than rung 4 does.
+If causal, tiles differ in length. Rung 4 deals them out back and forth, the longest first; a tile
+per program, handed out as programs end, balanced better for D = 128.
 
 One program is a producer warp and NUM_WG consumer warpgroups of 4 warps. A warpgroup owns 64
 queries; all share the tiles of k and v. A warpgroup works on one stream of blocks, tile of queries
@@ -44,13 +44,13 @@ so wait(1) on a fresh one returns at once.
                                   it has started step i's products   its own: parity i & 1, for
                                                                      wg = 0 (i & 1) ^ 1: it begins
 
-The producer copies in the order in which consumers ask, Q K0 | K1 V0 | K2 V1 | ..., so nobody waits
-for something that is queued behind what he holds. No phase is lapped: a slot is not filled again
-before NUM_WG releases, and a warpgroup gets its next turn only after all others had theirs. One
-warpgroup alone takes no turns.
+The producer copies in the order in which consumers ask, Q K0 | K1 V0 | K2 V1 | ..., so no warp
+waits for something that is queued behind what it holds. No phase is lapped: a slot is not filled
+again before NUM_WG releases, and a warpgroup gets its next turn only after all others had theirs.
+One warpgroup alone takes no turns.
 
     python 08_hopper_flash_attention.py                     checks, on small sizes
-    python 08_hopper_flash_attention.py --bench [--out DIR] the table beside the peers
+    python 08_hopper_flash_attention.py --bench [--out DIR] a table beside other libraries
 """
 
 import argparse
@@ -484,7 +484,7 @@ def tile_descriptor(x, rows):
 
 
 def heads_in_cache(q, k, causal):
-    """How many query heads are in work at a time: causal, as many as 32 MB of k and v are for."""
+    """How many query heads are in work at a time: causal, as many as share 32 MB of k and v."""
     if not causal:  # then all tiles weigh the same, and one head after the other is best
         return 1
     (B, Hq), (Hkv, N, D) = q.shape[:2], k.shape[1:]
@@ -558,8 +558,8 @@ def hopper_flash_attention(q, k, v, causal=False, scale=None):
     """
     check_hopper_inputs(q, k, v)
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    if not 0 < scale < math.inf:
-        raise ValueError(f"scale must be positive and finite, got {scale}")
+    if not 1e-30 <= scale <= 1e30:
+        raise ValueError(f"scale must be from 1e-30 to 1e30, got {scale}")
     if q.device.type != "cuda":
         raise ValueError(f"q is on {q.device}, want a GPU of compute capability 9.0 (H100, H200)")
     if not_here():
@@ -852,8 +852,8 @@ def peers_to_measure(text):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Hopper attention: checks, or --bench a table.")
-    parser.add_argument("--bench", action="store_true", help="measure, on an H100 or H200")
-    parser.add_argument("--out", help="folder for attention_hopper.csv and attention_hopper.png")
+    parser.add_argument("--bench", action="store_true", help="measure; needs pandas, matplotlib")
+    parser.add_argument("--out", help="folder for the .csv and .png (default: benchmarks/<gpu>)")
     parser.add_argument("--only", type=shape_to_measure, metavar="D,CAUSAL,N", help="as 128,1,4096")
     parser.add_argument(
         "--peers", type=peers_to_measure, default=list(BENCH_PEERS), metavar="NAME,...",

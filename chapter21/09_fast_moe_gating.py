@@ -1,4 +1,4 @@
-"""21.3, fast: a ladder of gates, from one token per program to the speed of reading the logits.
+"""Section 21.3, fast: a ladder of gates towards the speed of reading the logits.
 
 A gate reads M x E logits once and writes k weights and k ids per token, so a copy that moves as
 many bytes is the yardstick. Fractions of its speed on an H200 for 1048576 x 256 float32 and k = 8
@@ -6,19 +6,20 @@ many bytes is the yardstick. Fractions of its speed on an H200 for 1048576 x 256
 
     1  one token per program          0.07  21.3's way: softmax, then two reductions per pick
     2  sixteen tokens per program     0.15  fewer programs, each with more to do
-    3  logit and id in one number     0.21  a pick is one reduction, and softmax takes k terms
+    3  logit and id in one number     0.21  a token per warp, a reduction per pick, k terms
     4  one token per thread           0.83  a thread needs no other to find its token's best k
 
-Rung 3 chooses on the logits, and so does rung 4: probabilities that underflow to 0 would tie. When
-the weights are renormalised the sum S over all experts cancels, e^a / S / (e^a / S + e^b / S), so
-only the k terms picked are computed.
+Rungs 3 and 4 choose on the logits; 1 and 2 on probabilities, which tie where they underflow to 0.
+When the weights are renormalised the sum S over all experts cancels, e^a / S / (e^a / S + e^b / S),
+so only the k terms picked are computed.
 
 To sort all E logits would be too much arithmetic for one thread, so rung 4 works in two steps. The
-k best logits lie in the k groups of V neighbours with the k best maxima. A maximum is one cheap
-operation per logit; what is left for the sorting network is E / V maxima and then k V candidates.
+k best logits lie in the k groups of V neighbours, V = 2 or 4, with the k best maxima. A maximum is
+one cheap operation per logit; what is left for the sorting network is E / V maxima and then k V
+candidates.
 
     python 09_fast_moe_gating.py                     checks, on small sizes
-    python 09_fast_moe_gating.py --bench [--out DIR] the table beside the peers, on a GPU
+    python 09_fast_moe_gating.py --bench [--out DIR] a table beside other libraries
 """
 
 import argparse
@@ -427,7 +428,7 @@ def shape_of_network(M, E, K, dtype):
 def alignment(x):
     """How many logits apart the places are where all rows start: 16 bytes of them at most."""
     width = 16 // x.element_size()
-    while x.data_ptr() % (width * x.element_size()) or x.stride(0) % width:
+    while width > 1 and (x.data_ptr() % (width * x.element_size()) or x.stride(0) % width):
         width //= 2
     return width
 
@@ -460,8 +461,8 @@ def moe_topk_gating(logits, k, renormalize=True, counts=None):
     the lowest first. 1 <= k <= 16. renormalize: a token's weights sum to 1; else they are the
     probabilities among all E. counts [E] int32: the number of tokens that chose each expert is
     added to it. A row with a NaN or inf, or of nothing but -inf, gets NaN weights and valid ids.
-    Raises TypeError for another dtype, ValueError for another shape, k or device, or if logits
-    requires grad.
+    Raises TypeError for logits of another dtype, ValueError for another shape, k, counts or device,
+    or if logits requires grad.
     """
     if logits.ndim != 2 or not 1 <= logits.shape[1] <= 1024:
         shape = tuple(logits.shape)
@@ -530,7 +531,7 @@ def gating_right(logits, k, renormalize=True, launch=None):
 
 def section_21_3_fast():
     torch.manual_seed(0)
-    print("=== 21.3, fast: every rung against float64 ===")
+    print("=== Section 21.3, fast: every rung against float64 ===")
     x = torch.randn(11, 72)
     for name, launch in {
         "one token per program": lambda *tensors: launch_probabilities(*tensors, ROWS=1),
@@ -545,7 +546,7 @@ def section_21_3_fast():
     x = torch.randn(5, 30)[:, 3:11]
     print(f"strided rows, all probabilities' sum: right? {gating_right(x, 2, renormalize=False)}")
 
-    print("\n=== 21.3, fast: what random logits do not test ===")
+    print("\n=== Section 21.3, fast: what random logits do not test ===")
     x = torch.randint(0, 3, (23, 72)).float() - 5
     right = gating_right(x, 3) and gating_right(x, 3, launch=launch_packed)
     print(f"ties below 0, lowest id first: right? {right}")
@@ -662,7 +663,7 @@ def bench_ladder():
 
 
 def bench(folder):
-    """Print the table; write gating.csv and gating.png into folder, or beside the script."""
+    """Print the table; write gating.csv and gating.png into folder, or benchmarks/<gpu>."""
     if DEVICE == "cpu":
         raise SystemExit("--bench needs a GPU and TRITON_INTERPRET unset")
     import datetime
@@ -716,8 +717,10 @@ def bench(folder):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Fast gating: checks, or with --bench a table.")
-    parser.add_argument("--bench", action="store_true", help="measure, on a GPU")
-    parser.add_argument("--out", help="folder for gating.csv and gating.png")
+    parser.add_argument(
+        "--bench", action="store_true", help="measure, on a GPU; needs pandas, matplotlib"
+    )
+    parser.add_argument("--out", help="folder for gating.csv and .png (default: benchmarks/<gpu>)")
     options = parser.parse_args()
     if options.bench:
         bench(options.out)
