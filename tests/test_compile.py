@@ -52,7 +52,7 @@ def {name}(x_ptr, N, BLOCK: tl.constexpr):
 
 def compile_script(path):
     done = subprocess.run(
-        [sys.executable, COMPILE, path], capture_output=True, text=True, timeout=300
+        [sys.executable, COMPILE, path], capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
