@@ -90,13 +90,15 @@ def pack(x, index, KEY: tl.constexpr):
     second word (int64, or the low word of a float64, whose high word sorts as a float does).
     NaN, of either sign, sorts above infinity.
     """
-    if KEY == tl.float64:
-        x = tl.where(x != x, float("nan"), x)
     # Adding 0.0 makes -0.0 a 0.0, which it must tie with.
-    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    x += 0.0
+    if KEY == tl.float64:
+        # As the high word of a float64, infinity is an ordinary number, and so is 0x7FC00000, this
+        # NaN. 0x7FFFFFFF, which a GPU's addition makes of any, would be NaN again.
+        x = tl.where(x != x, float("nan"), x)
+    bits = x.to(tl.int32, bitcast=True)
     sign = bits >> 31  # all ones if x is negative
     if KEY == tl.float64:
-        # A float32's infinity and NaN are ordinary numbers as the high word of a float64.
         low = ((1023 - index) ^ sign).to(tl.uint32, bitcast=True)
         return ((bits.to(tl.int64) << 32) | low.to(tl.int64)).to(tl.float64, bitcast=True)
     elif KEY == tl.int64:
