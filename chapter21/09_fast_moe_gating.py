@@ -392,13 +392,10 @@ def key_type(dtype):
     """What pack() packs logits of this dtype into."""
     if dtype != torch.float32:
         return tl.int32
-    if (
-        DEVICE == "cpu"
-        or torch.version.hip is None
-        and (torch.cuda.get_device_capability() in FAST_DOUBLES)
-    ):
+    if DEVICE == "cpu":
         return tl.float64
-    return tl.int64
+    fast = torch.version.hip is None and torch.cuda.get_device_capability() in FAST_DOUBLES
+    return tl.float64 if fast else tl.int64
 
 
 def launch_probabilities(x, weights, ids, ROWS):
