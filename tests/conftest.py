@@ -19,6 +19,7 @@ ATTENTIONS = [
 INF, NAN = math.inf, math.nan
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
 def pytest_collection_modifyitems(items):
     """For --dist loadgroup: a file's tests stay on one worker, but a script is compiled on any."""
     for item in items:
