@@ -19,14 +19,6 @@ ATTENTIONS = [
 INF, NAN = math.inf, math.nan
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
-def pytest_collection_modifyitems(items):
-    """For --dist loadgroup: a file's tests stay on one worker, but a script is compiled on any."""
-    for item in items:
-        alone = item.originalname == "test_kernels_compile"
-        item.add_marker(pytest.mark.xdist_group(item.name if alone else item.path.name))
-
-
 def load_script(name):
     """Import a script by its path in the repository; its kernels then run where it chose."""
     spec = importlib.util.spec_from_file_location(name.replace("/", "_"), ROOT / name)
