@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from conftest import INF, NAN, randn
+from conftest import HEADS_TOLERANCE, INF, NAN, assert_heads, randn, randn_heads
 
 NAME = "chapter21/07_fast_flash_attention.py"
-# Of the largest value of the result. 16 bits round the weights and the result.
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
 @pytest.fixture(scope="module")
@@ -14,33 +12,8 @@ def fast(script):
     return script(NAME)
 
 
-def reference(q, k, v, causal=False, scale=None):
-    """Attention in float64; zeros where there is no key, as SDPA."""
-    q, k, v = (x.cpu().double() for x in (q, k, v))
-    group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    scores = torch.einsum("bhmd,bhnd->bhmn", q, k) * (scale or q.shape[3] ** -0.5)
-    if causal:
-        M, N = scores.shape[2:]
-        scores[:, :, torch.arange(M)[:, None] < torch.arange(N)] = -INF
-    return torch.softmax(scores, dim=3) @ v
-
-
-def assert_attention(out, q, k, v, causal=False, scale=None):
-    """out is the attention, NaN where it is."""
-    want = reference(q, k, v, causal, scale)
-    assert out.shape == q.shape and out.dtype == q.dtype
-    atol = TOLERANCE[q.dtype] * want.nan_to_num().abs().max().item()
-    torch.testing.assert_close(out.cpu().double(), want, rtol=0, atol=atol, equal_nan=True)
-
-
-def tensors(fast, B, Hq, Hkv, M, N, D, dtype=torch.float32):
-    shapes = (B, Hq, M, D), (B, Hkv, N, D), (B, Hkv, N, D)
-    return [randn(*s, seed=i).to(dtype).to(fast.DEVICE) for i, s in enumerate(shapes)]
-
-
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", HEADS_TOLERANCE)
 @pytest.mark.parametrize(
     "B, Hq, Hkv, M, N, D",
     [
@@ -58,10 +31,10 @@ def tensors(fast, B, Hq, Hkv, M, N, D, dtype=torch.float32):
     ],
 )
 def test_any_shape_and_dtype(fast, B, Hq, Hkv, M, N, D, dtype, causal):
-    q, k, v = tensors(fast, B, Hq, Hkv, M, N, D, dtype)
+    q, k, v = randn_heads(fast.DEVICE, B, Hq, Hkv, M, N, D, dtype)
     out = torch.full_like(q, NAN)
     assert fast.fast_flash_attention(q, k, v, causal=causal, out=out) is out
-    assert_attention(out, q, k, v, causal)
+    assert_heads(out, q, k, v, causal)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -71,21 +44,21 @@ def test_any_shape_and_dtype(fast, B, Hq, Hkv, M, N, D, dtype, causal):
 def test_every_rung_in_other_tiles(fast, launch, tiles, M, N, causal):
     if launch == "descriptors" and fast.TensorDescriptor is None:
         pytest.skip("needs triton 3.4")
-    q, k, v = tensors(fast, 1, 2, 1, M, N, 16, torch.bfloat16)
+    q, k, v = randn_heads(fast.DEVICE, 1, 2, 1, M, N, 16, torch.bfloat16)
     dot = fast.choose(q, k, v, q, fast.architecture())[2]
     out = torch.full_like(q, NAN)
     getattr(fast, f"launch_{launch}")(q, k, v, out, causal, 0.3, tiles, dot)
-    assert_attention(out, q, k, v, causal, 0.3)
+    assert_heads(out, q, k, v, causal, 0.3)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_few_heads_at_a_time(fast, causal, monkeypatch):
     """Every block of every head is computed, in whatever order."""
-    q, k, v = tensors(fast, 2, 5, 5, 70, 30, 16)
+    q, k, v = randn_heads(fast.DEVICE, 2, 5, 5, 70, 30, 16)
     for together in 1, 3, 4, 10:
         monkeypatch.setattr(fast, "heads_together", lambda q, k, together=together: together)
         out = fast.fast_flash_attention(q, k, v, causal, out=torch.full_like(q, NAN))
-        assert_attention(out, q, k, v, causal)
+        assert_heads(out, q, k, v, causal)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -103,7 +76,7 @@ def test_strided_tensors(fast, D, dtype):
         randn(3, 1, 2, 1, D).to(dtype).to(fast.DEVICE).expand(3, 1, 2, 40, D),
         randn(3, 1, 2, 40, 1).to(dtype).to(fast.DEVICE).expand(3, 1, 2, 40, D),
     ):
-        assert_attention(fast.fast_flash_attention(q, k, v, causal=True), q, k, v, True)
+        assert_heads(fast.fast_flash_attention(q, k, v, causal=True), q, k, v, True)
 
 
 @pytest.mark.parametrize("launch", ["dispatch", "simple", "descriptors"])
@@ -127,7 +100,7 @@ def test_hard_scores(fast, launch):
     q = torch.zeros(1, 1, 3, 16)
     q[..., 0] = -2048
     k, v = heads((2048 + torch.arange(40.0) / 64)[:, None]), heads(torch.arange(1.0, 41)[:, None])
-    assert_attention(attention(q, k, v, scale=1.0), q, k, v, scale=1.0)
+    assert_heads(attention(q, k, v, scale=1.0), q, k, v, scale=1.0)
     # Each block of keys outweighs those before it.
     j = torch.arange(300.0)[:, None]
     out = attention(torch.ones(1, 1, 1, 16), heads(j / 30), heads(j))
@@ -138,7 +111,7 @@ def test_hard_scores(fast, launch):
     k = torch.zeros(1, 1, 80, 16)
     k[..., 0] = torch.tensor([-INF] * 76 + [1, 2, 3, 4.0])
     v = randn(1, 1, 80, 16)
-    assert_attention(attention(q, k, v), q, k, v)
+    assert_heads(attention(q, k, v), q, k, v)
     # All of them are -inf: nothing to see. +inf: NaN, as in torch.
     assert not attention(q, k[:, :, :70].contiguous(), v[:, :, :70].contiguous()).any()
     k[0, 0, 3, 0] = INF
@@ -146,25 +119,25 @@ def test_hard_scores(fast, launch):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter's fma rounds twice")
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", HEADS_TOLERANCE)
 def test_close_scores_near_minus_2_million(fast, dtype):
-    q, k, v = tensors(fast, 1, 1, 1, 3, 128, 64, dtype)
+    q, k, v = randn_heads(fast.DEVICE, 1, 1, 1, 3, 128, 64, dtype)
     q.zero_(), k.zero_()
     q[..., 0], q[..., 1] = 2048, 1
     k[..., 0], k[..., 1] = -1024, -(torch.arange(128) % 16).to(dtype)
-    assert_attention(fast.fast_flash_attention(q, k, v, scale=1.0), q, k, v, scale=1.0)
+    assert_heads(fast.fast_flash_attention(q, k, v, scale=1.0), q, k, v, scale=1.0)
 
 
 def test_a_nan_stays_in_its_row(fast):
     for row in 0, 2:
-        q, k, v = tensors(fast, 1, 2, 1, 5, 37, 16)
+        q, k, v = randn_heads(fast.DEVICE, 1, 2, 1, 5, 37, 16)
         q[0, 1, row, 3] = NAN
         out = fast.fast_flash_attention(q, k, v)
         assert out[0, 1, row].isnan().all() and out.isnan().sum() == 16
-        assert_attention(out, q, k, v)
+        assert_heads(out, q, k, v)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", HEADS_TOLERANCE)
 @pytest.mark.parametrize("causal", [False, True])
 def test_reads_nothing_past_the_end(fast, dtype, causal):
     for M, N, D in (5, 5, 16), (40, 70, 80):
@@ -173,7 +146,7 @@ def test_reads_nothing_past_the_end(fast, dtype, causal):
             x[:, :, :length, :D].copy_(randn(1, 2, length, D, seed=i))
             for i, (x, length) in enumerate(zip(buffers, (M, N, N), strict=True))
         )
-        assert_attention(fast.fast_flash_attention(q, k, v, causal), q, k, v, causal)
+        assert_heads(fast.fast_flash_attention(q, k, v, causal), q, k, v, causal)
 
 
 def test_nothing_to_see_or_to_write(fast):
@@ -197,7 +170,7 @@ def test_offsets_past_2_to_the_31(fast):
         sizes = [3 if step == stride else 1 for step in strides[:3]]
         x = buffer.as_strided((*sizes, 4), strides)
         x.copy_(randn(*sizes, 4))
-        assert_attention(fast.fast_flash_attention(x, x, x), x, x, x)
+        assert_heads(fast.fast_flash_attention(x, x, x), x, x, x)
 
 
 def test_the_dispatch(fast):
@@ -216,7 +189,7 @@ def test_the_dispatch(fast):
 
 
 def test_what_it_refuses(fast):
-    q, k, v = tensors(fast, 1, 2, 2, 5, 6, 16)
+    q, k, v = randn_heads(fast.DEVICE, 1, 2, 2, 5, 6, 16)
     call = fast.fast_flash_attention
     for bad in (
         (q[0], k, v),
@@ -247,19 +220,19 @@ def test_what_it_refuses(fast):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="takes too long in the interpreter")
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", HEADS_TOLERANCE)
 def test_on_a_gpu_more_heads_than_a_grid_is_high(fast, dtype):
-    q, k, v = tensors(fast, 2, 35000, 17500, 2, 3, 16, dtype)
-    assert_attention(fast.fast_flash_attention(q, k, v, causal=True), q, k, v, True)
+    q, k, v = randn_heads(fast.DEVICE, 2, 35000, 17500, 2, 3, 16, dtype)
+    assert_heads(fast.fast_flash_attention(q, k, v, causal=True), q, k, v, True)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="takes too long in the interpreter")
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", HEADS_TOLERANCE)
 @pytest.mark.parametrize("D", [64, 80, 128, 256])
 def test_on_a_gpu_long_rows_repeat_bit_for_bit(fast, D, dtype, causal):
-    q, k, v = tensors(fast, 1, 4, 2, 1000, 1111, D, dtype)
+    q, k, v = randn_heads(fast.DEVICE, 1, 4, 2, 1000, 1111, D, dtype)
     first = fast.fast_flash_attention(q, k, v, causal)
-    assert_attention(first, q, k, v, causal)
+    assert_heads(first, q, k, v, causal)
     for _ in range(10):
         assert torch.equal(fast.fast_flash_attention(q, k, v, causal), first)

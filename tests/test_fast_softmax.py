@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import INF, NAN, randn
+from conftest import HARD_ROWS, INF, NAN, randn
 
 NAME = "chapter08_softmax/04_fast_softmax.py"
 RTOL = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -37,22 +37,7 @@ def test_any_shape_and_dtype(fast, N0, T, dtype):
 
 
 @pytest.mark.parametrize("padding", [0, 300, 20000])
-@pytest.mark.parametrize(
-    "rows",
-    [
-        [[-2e6, -2e6 - 1, -2e6 - 2]],
-        [[-200.0, -201, -202, -203]],
-        [[-5.0] * 200] * 2,
-        [[-1.0, -2, -3]],
-        [[-INF] * 200 + [1, 2]],
-        [[-INF] * 4, [1, 2, 3, 4]],
-        [[1, INF, 2], [1, 2, 3]],
-        [[1, NAN, 2], [1, 2, 3]],
-        [[0.0, -100, -104]],
-        [[3e38, -3e38, 0]],
-        [[100.0] + [0] * 40],
-    ],
-)
+@pytest.mark.parametrize("rows", HARD_ROWS)
 def test_hard_rows(fast, rows, padding):
     """As they are, and at the end of 300 or 20000 columns of -inf: one rung after the other."""
     x = torch.tensor(rows)

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from conftest import INF, NAN, randn
+from conftest import INF, NAN, assert_heads, randn, randn_heads
 
 NAME = "chapter21/08_hopper_flash_attention.py"
-# Of the largest value of the result: weights and result are rounded to 16 bits.
-TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
+DTYPES = [torch.float16, torch.bfloat16]
 
 
 @pytest.fixture(scope="module")
@@ -22,32 +21,6 @@ def hopper(module):
     return module
 
 
-def tensors(device, B, Hq, Hkv, M, N, D, dtype=torch.bfloat16):
-    shapes = (B, Hq, M, D), (B, Hkv, N, D), (B, Hkv, N, D)
-    return [randn(*s, seed=i).to(dtype).to(device) for i, s in enumerate(shapes)]
-
-
-def reference(q, k, v, causal=False, scale=None):
-    """Attention in float64."""
-    q, k, v = (x.double() for x in (q, k, v))
-    group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    scores = torch.einsum("bhmd,bhnd->bhmn", q, k) * (scale or q.shape[3] ** -0.5)
-    if causal:
-        M, N = scores.shape[2:]
-        hidden = torch.arange(M)[:, None] < torch.arange(N)
-        scores.masked_fill_(hidden.to(q.device), -INF)
-    return torch.softmax(scores, dim=3) @ v
-
-
-def assert_attention(out, q, k, v, causal=False, scale=None):
-    """out is the attention, NaN where it is."""
-    want = reference(q, k, v, causal, scale)
-    assert out.shape == q.shape and out.dtype == q.dtype and out.is_contiguous()
-    atol = TOLERANCE[q.dtype] * want.nan_to_num().abs().max().item()
-    torch.testing.assert_close(out.double(), want, rtol=0, atol=atol, equal_nan=True)
-
-
 def launch(hopper, q, k, v, causal, config):
     """The kernel into a tensor full of NaN: every element must be written."""
     out = torch.full_like(q, NAN)
@@ -57,7 +30,7 @@ def launch(hopper, q, k, v, causal, config):
 
 def test_what_it_refuses(module):
     call = module.hopper_flash_attention
-    q, k, v = tensors("cpu", 1, 2, 2, 5, 6, 64)
+    q, k, v = randn_heads("cpu", 1, 2, 2, 5, 6, 64, torch.bfloat16)
     for bad in (
         (q[0], k, v),
         (q, k, v[:, :, :5]),
@@ -120,10 +93,10 @@ SIZES = [1, 63, 64, 65, 127, 200, 513]
 @pytest.mark.parametrize("M", SIZES)
 def test_every_pair_of_awkward_lengths(hopper, M, D, causal):
     for N in SIZES:
-        for dtype in TOLERANCE:
-            q, k, v = tensors("cuda", 2, 3, 3, M, N, D, dtype)
+        for dtype in DTYPES:
+            q, k, v = randn_heads("cuda", 2, 3, 3, M, N, D, dtype)
             config = hopper.CONFIGS[D, causal]
-            assert_attention(launch(hopper, q, k, v, causal, config), q, k, v, causal)
+            assert_heads(launch(hopper, q, k, v, causal, config), q, k, v, causal)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -131,27 +104,27 @@ def test_every_pair_of_awkward_lengths(hopper, M, D, causal):
 def test_every_rung_with_more_tiles_than_programs(hopper, rung, causal):
     config = list(hopper.RUNGS.values())[rung]
     for M, N in (300, 700), (700, 300), (1024, 1024):
-        q, k, v = tensors("cuda", 5, 20, 20, M, N, 128)
-        assert_attention(launch(hopper, q, k, v, causal, config), q, k, v, causal)
+        q, k, v = randn_heads("cuda", 5, 20, 20, M, N, 128, torch.bfloat16)
+        assert_heads(launch(hopper, q, k, v, causal, config), q, k, v, causal)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("D", [64, 128])
 def test_grouped_heads_in_many_tiles(hopper, D, causal):
     for B, Hq, Hkv, M, N in (2, 6, 2, 130, 200), (7, 40, 8, 300, 400), (1, 5, 1, 3000, 3000):
-        q, k, v = tensors("cuda", B, Hq, Hkv, M, N, D)
+        q, k, v = randn_heads("cuda", B, Hq, Hkv, M, N, D, torch.bfloat16)
         out = hopper.hopper_flash_attention(q, k, v, causal, 0.2)
-        assert_attention(out, q, k, v, causal, 0.2)
+        assert_heads(out, q, k, v, causal, 0.2)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("D", [64, 128])
 def test_heads_that_do_not_fit_the_cache(hopper, D, causal, monkeypatch):
-    q, k, v = tensors("cuda", 4, 10, 10, 500, 400, D)
+    q, k, v = randn_heads("cuda", 4, 10, 10, 500, 400, D, torch.bfloat16)
     for together in 1, 3, 7, 40:
         monkeypatch.setattr(hopper, "heads_in_cache", lambda *_, together=together: together)
         out = launch(hopper, q, k, v, causal, hopper.CONFIGS[D, causal])
-        assert_attention(out, q, k, v, causal)
+        assert_heads(out, q, k, v, causal)
 
 
 @pytest.mark.parametrize("D", [64, 128])
@@ -168,7 +141,7 @@ def test_strided_tensors(hopper, D):
     ):
         for causal in False, True:
             out = hopper.hopper_flash_attention(q, k, v, causal)
-            assert_attention(out, q, k, v, causal)
+            assert_heads(out, q, k, v, causal)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -183,31 +156,31 @@ def test_reads_and_writes_nothing_past_the_ends(hopper, D, causal):
     )
     out = guarded[:, :, :M]
     hopper.launch_hopper(q, k, v, out, causal, D**-0.5, **hopper.CONFIGS[D, causal])
-    assert_attention(out.contiguous(), q, k, v, causal)
+    assert_heads(out.contiguous(), q, k, v, causal)
     assert (guarded[:, :, M:] == 7).all()
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("D", [64, 128])
 def test_a_nan_stays_in_its_row(hopper, D, causal):
-    q, k, v = tensors("cuda", 1, 2, 1, 200, 300, D)
+    q, k, v = randn_heads("cuda", 1, 2, 1, 200, 300, D, torch.bfloat16)
     q[0, 1, 70, 3] = q[0, 0, 199, 0] = NAN
     out = hopper.hopper_flash_attention(q, k, v, causal)
     assert out[0, 1, 70].isnan().all() and out[0, 0, 199].isnan().all()
     assert out.isnan().sum() == 2 * D
-    assert_attention(out, q, k, v, causal)
+    assert_heads(out, q, k, v, causal)
 
 
 @pytest.mark.parametrize("D", [64, 128])
 def test_hard_scores(hopper, D):
     call = hopper.hopper_flash_attention
-    q, k, v = tensors("cuda", 1, 2, 2, 200, 300, D)
-    assert_attention(call(10 * q, 10 * k, v), 10 * q, 10 * k, v)
+    q, k, v = randn_heads("cuda", 1, 2, 2, 200, 300, D, torch.bfloat16)
+    assert_heads(call(10 * q, 10 * k, v), 10 * q, 10 * k, v)
     # The scores of the block that comes first are -inf, then all: nothing to see gives zeros.
     q, k = torch.zeros_like(q), torch.zeros_like(k)
     q[..., 0] = 1
     k[:, :, 150:, 0] = -INF
-    assert_attention(call(q, k, v), q, k, v)
+    assert_heads(call(q, k, v), q, k, v)
     k[..., 0] = -INF
     assert not call(q, k, v).any()
     k[:, :, 3, 0] = INF
@@ -218,7 +191,7 @@ def test_hard_scores(hopper, D):
 @pytest.mark.parametrize("D", [64, 128])
 def test_nothing_to_see_or_to_write(hopper, D, causal):
     call = hopper.hopper_flash_attention
-    q, k, v = tensors("cuda", 1, 2, 1, 3, 5, D)
+    q, k, v = randn_heads("cuda", 1, 2, 1, 3, 5, D, torch.bfloat16)
     assert not call(q, k[:, :, :0], v[:, :, :0], causal).any()
     assert call(q[:, :, :0], k, v, causal).shape == (1, 2, 0, D)
     assert call(q[:0], k[:0], v[:0], causal).shape == (0, 2, 3, D)
@@ -227,8 +200,8 @@ def test_nothing_to_see_or_to_write(hopper, D, causal):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("D", [64, 128])
 def test_more_heads_than_a_grid_is_high(hopper, D, causal):
-    q, k, v = tensors("cuda", 2, 35000, 17500, 2, 3, D)
-    assert_attention(hopper.hopper_flash_attention(q, k, v, causal), q, k, v, causal)
+    q, k, v = randn_heads("cuda", 2, 35000, 17500, 2, 3, D, torch.bfloat16)
+    assert_heads(hopper.hopper_flash_attention(q, k, v, causal), q, k, v, causal)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -239,15 +212,15 @@ def test_more_than_2_to_the_31_elements(hopper, D, causal):
     out = hopper.hopper_flash_attention(q, q, q, causal)
     for some in slice(0, 2), slice(heads - 2, heads):
         x = q[:, some]
-        assert_attention(out[:, some].contiguous(), x, x, x, causal)
+        assert_heads(out[:, some].contiguous(), x, x, x, causal)
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("D", [64, 128])
 def test_long_rows_repeat_bit_for_bit(hopper, D, dtype, causal):
-    q, k, v = tensors("cuda", 3, 16, 8, 1500, 2111, D, dtype)
+    q, k, v = randn_heads("cuda", 3, 16, 8, 1500, 2111, D, dtype)
     first = hopper.hopper_flash_attention(q, k, v, causal)
-    assert_attention(first, q, k, v, causal)
+    assert_heads(first, q, k, v, causal)
     for _ in range(50):
         assert torch.equal(hopper.hopper_flash_attention(q, k, v, causal), first)

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from conftest import ATTENTIONS, INF, NAN, SOFTMAXES, launcher, randn
+from conftest import ATTENTIONS, HARD_ROWS, INF, NAN, SOFTMAXES, launcher, randn
 
 from harness.properties import attention_reference
 
@@ -28,23 +28,7 @@ def test_softmax_of_any_shape_and_blocks(softmax, N0, T, B0, B1):
     assert_softmax(softmax(x, B0=B0, B1=B1), x)
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
-        [[-2e6, -2e6 - 1, -2e6 - 2]],
-        [[-200.0, -201, -202, -203]],
-        [[-5.0] * 200] * 2,
-        [[-1.0, -2, -3]],
-        [[-INF] * 200 + [1, 2]],
-        [[-INF] * 4, [1, 2, 3, 4]],
-        [[1, INF, 2], [1, 2, 3]],
-        [[1, NAN, 2], [1, 2, 3]],
-        [[0.0, -100, -104]],
-        [[3e38, -3e38, 0]],
-        [[0.0] * 31 + [88] * 2],
-        [[100.0] + [0] * 40],  # e^100 is past float32: the maximum of an early block counts too
-    ],
-)
+@pytest.mark.parametrize("rows", HARD_ROWS)
 @pytest.mark.parametrize("B0", [1, 4])
 def test_softmax_of_hard_rows(softmax, rows, B0):
     x = torch.tensor(rows)
