@@ -7,18 +7,24 @@ Gluon the kernel says what Triton otherwise decides: who copies, who multiplies,
 
 On a multiprocessor the exponentials of a block of scores take as long as its two products if
 D = 64, half as long if D = 128: done one after the other, the tensor cores rest for a third of the
-time or more. Each rung lets more happen at the same time, which pays if the work is even. TFLOP/s
-on an H200, B = 4, Hq = Hkv = 16, M = N = 4096, D = 128 (--bench prints other sizes, beside cuDNN;
-causal counts half the operations):
+time or more. Each rung lets more happen at the same time. TFLOP/s on an H200, M = N = 4096, B * Hq
+* D = 8192 (--bench prints other sizes, beside other libraries; causal counts half the operations):
 
-                                              full    causal
-    1  one warpgroup, one producer warp        460       411  copies hide under all else
-    2  two warpgroups, taking turns            650       597  one multiplies, one does its softmax
-    3  softmax held under its own P V          651       582  a warpgroup does both by itself, too
-    4  persistent programs                     662       485  so do one tile's end, the next's start
+                                                          D = 128   causal   D = 64, causal
+    1  one warpgroup, one producer warp: copies hide          463      432      283
+    2  two warpgroups, taking turns: one multiplies,
+       the other does its softmax                             666      602      400
+    3  persistent programs: one tile's end and the
+       next one's start overlap                               638      605      397
+    4  softmax held under its own P V: a warpgroup
+       overlaps the two by itself, too                        664      642      424
 
-If causal, tiles differ in length. Rung 4 deals them out back and forth, the longest first; a tile
-per program, handed out as programs end, balanced better for D = 128.
+Another run may be 5 % off, as the GPU's clock moves with the load. Rung 3 is for short rows: at
+N = 512, D = 128 it reaches 563, rung 2 411. Rung 4 is used where it was faster in every run, which
+is D = 64, causal, from N = 2048 on.
+
+If causal, tiles differ in length, but the longest and the shortest of a head have together as many
+blocks as the second longest and the second shortest: a program takes them in such pairs.
 
 One program is a producer warp and NUM_WG consumer warpgroups of 4 warps. A warpgroup owns 64
 queries; all share the tiles of k and v. A warpgroup works on one stream of blocks, tile of queries
@@ -90,51 +96,65 @@ except ImportError:  # no Gluon, or another one: then the kernels below are defi
 LOG2_E = 1.4426950408889634
 BLOCK_N = 128  # keys in a block
 
-# By (D, causal): blocks of k and v in flight, as many as shared memory takes; warpgroups;
-# overlap: softmax held under P V, for which three warpgroups have too few registers; persistent:
-# one program a multiprocessor, else one a tile.
-CONFIGS = {
-    (64, False): {"stages": 4, "num_wg": 3, "overlap": False, "persistent": True},
-    (64, True): {"stages": 4, "num_wg": 2, "overlap": True, "persistent": True},
-    (128, False): {"stages": 2, "num_wg": 2, "overlap": True, "persistent": True},
-    (128, True): {"stages": 2, "num_wg": 2, "overlap": False, "persistent": False},
-}
-# The ladder, at D = 128.
+KINDS = [(64, False), (64, True), (128, False), (128, True)]  # D, causal
+STAGES = {64: 4, 128: 2}  # by D: blocks of k and v in flight, as many as shared memory takes
+
+# num_wg: warpgroups. persistent: one program a multiprocessor, else one a tile, or pair of tiles.
+# overlap: softmax held under P V, for which three warpgroups have too few registers.
 RUNGS = {
-    "1, one warpgroup": {"stages": 2, "num_wg": 1, "overlap": False, "persistent": False},
-    "2, two in turns": {"stages": 2, "num_wg": 2, "overlap": False, "persistent": False},
-    "3, overlap": {"stages": 2, "num_wg": 2, "overlap": True, "persistent": False},
-    "4, persistent programs": {"stages": 2, "num_wg": 2, "overlap": True, "persistent": True},
+    "1, one warpgroup": {"num_wg": 1, "overlap": False, "persistent": False},
+    "2, two in turns": {"num_wg": 2, "overlap": False, "persistent": False},
+    "3, persistent programs": {"num_wg": 2, "overlap": False, "persistent": True},
+    "4, overlap": {"num_wg": 2, "overlap": True, "persistent": True},
 }
 
 
-@gluon.jit
-def count_tiles(num_tiles):
-    """How many tiles this program works on."""
-    pid = gl.program_id(0)
-    programs = gl.num_programs(0)
-    full = num_tiles // programs
-    rest = num_tiles - full * programs
-    place = gl.where(full % 2 == 0, pid, programs - 1 - pid)
-    return full + gl.where(place < rest, 1, 0)
+def choose_config(D, causal, N):
+    """The fastest measured, as in RUNGS: a third warpgroup pays if D = 64, unless causal."""
+    num_wg = 3 if D == 64 and not causal else 2
+    return {"num_wg": num_wg, "overlap": D == 64 and causal and N >= 2048, "persistent": True}
 
 
 @gluon.jit
-def find_tile(t, tiling, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
-    """The t-th tile of this program: (batch * head, first row, number of blocks of keys)."""
-    num_tiles, num_m, heads, group, Hq, N = tiling
-    pid = gl.program_id(0)
-    programs = gl.num_programs(0)
-    # Back and forth: whoever had the heaviest tile of a round gets the lightest of the next.
-    i = t * programs + gl.where(t % 2 == 0, pid, programs - 1 - pid)
-    # A group of heads whose k and v fit in the L2 cache is finished before the next one starts.
-    g = i // (group * num_m)
-    r = i - g * (group * num_m)
-    width = gl.minimum(group, heads - g * group)
-    m = r // width
-    head = g * group + (r - m * width)
+def share(units, place):
+    """How many of units, dealt out one by one, come to a program in this place."""
+    return (units - place + gl.num_programs(0) - 1) // gl.num_programs(0)
+
+
+@gluon.jit
+def count_tiles(tiling, CAUSAL: gl.constexpr):
+    """(how many tiles this program works on in pairs, how many in all)."""
+    num_m, heads, Hq, N = tiling
+    pairs = 0
+    alone = heads * num_m
     if CAUSAL:
-        m = num_m - 1 - m  # heaviest first
+        pairs = heads * (num_m // 2)
+        alone -= 2 * pairs
+    pid = gl.program_id(0)
+    paired = 2 * share(pairs, pid)
+    # From the other end, as those who come last have the fewest pairs.
+    return paired, paired + share(alone, gl.num_programs(0) - 1 - pid)
+
+
+@gluon.jit
+def find_tile(
+    t, paired, tiling, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr
+):
+    """The t-th tile of this program: (batch * head, first row, number of blocks of keys)."""
+    num_m, heads, Hq, N = tiling
+    programs = gl.num_programs(0)
+    i = (t - paired) * programs + programs - 1 - gl.program_id(0)
+    if CAUSAL:
+        # Tiles m and num_m - 1 - m of a head have together as many blocks as any other such pair.
+        half = gl.maximum(num_m // 2, 1)
+        pair = t // 2 * programs + gl.program_id(0)
+        m = pair % half
+        m = gl.where(t % 2 == 0, num_m - 1 - m, m)
+        head = gl.where(t < paired, pair // half, i)
+        m = gl.where(t < paired, m, num_m // 2)
+    else:
+        head = i // num_m
+        m = i % num_m
     first_row = m * BLOCK_M
     end = N
     if CAUSAL:
@@ -167,13 +187,14 @@ def produce(
     NUM_WG: gl.constexpr = q_smem.shape[0] // 2
     BLOCK_N: gl.constexpr = k_smem.shape[3]
     q_full, q_empty, k_full, k_empty, v_full, v_empty, turn = bars
-    num_tiles, num_m, heads, group, Hq, N = tiling
+    num_m, heads, Hq, N = tiling
     i = 0
     last_b = 0  # where the v of block i - 1 is
     last_h = 0
     last_row = 0
-    for t in range(count_tiles(num_tiles)):
-        bh, first_row, blocks = find_tile(t, tiling, 64 * NUM_WG, BLOCK_N, CAUSAL)
+    paired, tiles = count_tiles(tiling, CAUSAL)
+    for t in range(tiles):
+        bh, first_row, blocks = find_tile(t, paired, tiling, 64 * NUM_WG, BLOCK_N, CAUSAL)
         b = bh // Hq
         h = bh - b * Hq
         hk = h // queries_per_kv
@@ -318,16 +339,16 @@ def consume(
     # Then a causal tile has something to hide only in its last block of keys, which comes first.
     gl.static_assert(not CAUSAL or BLOCK_N % BLOCK_M == 0)
     q_full, q_empty, k_full, k_empty, v_full, v_empty, turn = bars
-    num_tiles, num_m, heads, group, Hq, N = tiling
+    num_m, heads, Hq, N = tiling
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     o_tile = o_smem.index(WG)
-    tiles = count_tiles(num_tiles)
+    paired, tiles = count_tiles(tiling, CAUSAL)
     nothing = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
 
     # Scores and softmax of the program's first block, overlapped with nothing.
-    head0, row0, blocks0 = find_tile(0, tiling, BLOCK_M, BLOCK_N, CAUSAL)
+    head0, row0, blocks0 = find_tile(0, paired, tiling, BLOCK_M, BLOCK_N, CAUSAL)
     limit0 = visible_keys(row0 + 64 * WG, N, BLOCK_N, CAUSAL) - (blocks0 - 1) * BLOCK_N
     mbarrier.wait(q_full.index(WG), 0)
     s0 = start_scores(q_smem.index(WG).reshape([64, D]), k_smem, k_full, 0)
@@ -343,7 +364,7 @@ def consume(
         # Found again, not carried, and so under other names than above and below: triton 3.6's
         # loop-aware CSE took a number of blocks that came out of the `if` below for that of the
         # first tile, and the program hung.
-        bh, first_row, blocks = find_tile(t, tiling, BLOCK_M, BLOCK_N, CAUSAL)
+        bh, first_row, blocks = find_tile(t, paired, tiling, BLOCK_M, BLOCK_N, CAUSAL)
         limit = visible_keys(first_row + 64 * WG, N, BLOCK_N, CAUSAL)
         q = q_smem.index(slot).reshape([64, D])
         o = gl.zeros([64, D], gl.float32, o_layout)
@@ -357,7 +378,9 @@ def consume(
 
         tile_parts = parts
         if t + 1 < tiles:
-            next_head, next_row, next_blocks = find_tile(t + 1, tiling, BLOCK_M, BLOCK_N, CAUSAL)
+            next_head, next_row, next_blocks = find_tile(
+                t + 1, paired, tiling, BLOCK_M, BLOCK_N, CAUSAL
+            )
             next_limit = visible_keys(next_row + 64 * WG, N, BLOCK_N, CAUSAL)
             next_slot = ((t + 1) % 2) * NUM_WG + WG
             mbarrier.wait(q_full.index(next_slot), ((t + 1) // 2) & 1)
@@ -384,11 +407,10 @@ def consume(
 
 
 # Sizes are run-time values even where they are 1 or multiples of 16: one kernel for all shapes.
-@gluon.jit(do_not_specialize=["num_tiles", "num_m", "heads", "group", "Hq", "queries_per_kv", "N"])
+@gluon.jit(do_not_specialize=["num_m", "heads", "Hq", "queries_per_kv", "N"])
 def hopper_attention_kernel(
     q_desc, k_desc, v_desc, o_desc,
-    num_tiles, num_m, heads, group, Hq, queries_per_kv, N,
-    scale,
+    num_m, heads, Hq, queries_per_kv, N, scale,
     STAGES: gl.constexpr, NUM_WG: gl.constexpr,
     CAUSAL: gl.constexpr, MASKED: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
@@ -420,7 +442,7 @@ def hopper_attention_kernel(
     fence_async_shared()
 
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty, turn)
-    tiling = (num_tiles, num_m, heads, group, Hq, N)
+    tiling = (num_m, heads, Hq, N)
     # The first warpgroup is the program's own; the list after the functions has the warps of the
     # others, the last list how many registers a thread of theirs has. The rest is the first's.
     if NUM_WG == 1:
@@ -483,30 +505,21 @@ def tile_descriptor(x, rows):
     return TensorDescriptor(x, [B, H, L, D], strides, [1, 1, rows, D], layout)
 
 
-def heads_in_cache(q, k, causal):
-    """How many query heads are in work at a time: causal, as many as share 32 MB of k and v."""
-    if not causal:  # then all tiles weigh the same, and one head after the other is best
-        return 1
-    (B, Hq), (Hkv, N, D) = q.shape[:2], k.shape[1:]
-    return max(1, min(B * Hq, 2**25 * (Hq // Hkv) // (4 * N * D)))
-
-
-def launch_hopper(q, k, v, out, causal, scale, stages, num_wg, overlap, persistent):
-    """Run the kernel with one of CONFIGS."""
+def launch_hopper(q, k, v, out, causal, scale, num_wg, overlap, persistent):
+    """Run the kernel as one of RUNGS."""
     B, Hq, M = q.shape[:3]
     Hkv, N = k.shape[1:3]
     num_m = triton.cdiv(M, 64 * num_wg)
-    grid = tiles = B * Hq * num_m
+    grid = B * Hq * (triton.cdiv(num_m, 2) if causal else num_m)
     if persistent:
-        grid = min(tiles, torch.cuda.get_device_properties(q.device).multi_processor_count)
+        grid = min(grid, torch.cuda.get_device_properties(q.device).multi_processor_count)
     hopper_attention_kernel[(grid,)](
         tile_descriptor(copyable(q), 64),
         tile_descriptor(copyable(k), BLOCK_N),
         tile_descriptor(copyable(v), BLOCK_N),
         tile_descriptor(out, 64),
-        tiles, num_m, B * Hq, heads_in_cache(q, k, causal), Hq, Hq // Hkv, N,
-        scale * LOG2_E,
-        stages, num_wg,
+        num_m, B * Hq, Hq, Hq // Hkv, N, scale * LOG2_E,
+        STAGES[q.shape[3]], num_wg,
         causal, causal or N % BLOCK_N != 0, overlap,
         num_warps=4,
     )  # fmt: skip
@@ -516,15 +529,15 @@ def gpu_only_launches(arch=90):
     """Launches that the checks make on Hopper only: to compile, not to run."""
     if arch != 90 or not gluon_fits():
         return
-    for D, causal in CONFIGS:
-        for dtype, N in (torch.bfloat16, 300), (torch.float16, 256):
+    for D, causal in KINDS:
+        for dtype, N in (torch.bfloat16, 300), (torch.float16, 256), (torch.bfloat16, 4096):
             q, k, v = (torch.empty(2, 4, length, D, dtype=dtype) for length in (70, N, N))
-            config = CONFIGS[D, causal] | {"persistent": False}
+            config = choose_config(D, causal, N) | {"persistent": False}
             launch_hopper(q, k, v, q, causal, 1.0, **config)
-    for rung in list(RUNGS.values())[:2]:
+    for rung in RUNGS.values():
         q = torch.empty(1, 1, 1, 128, dtype=torch.bfloat16)
         for causal in False, True:
-            launch_hopper(q, q, q, q, causal, 1.0, **rung)
+            launch_hopper(q, q, q, q, causal, 1.0, **rung | {"persistent": False})
 
 
 def check_hopper_inputs(q, k, v):
@@ -567,7 +580,8 @@ def hopper_flash_attention(q, k, v, causal=False, scale=None):
     if q.numel() == 0 or k.numel() == 0:
         return torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    launch_hopper(q, k, v, out, bool(causal), float(scale), **CONFIGS[q.shape[3], bool(causal)])
+    config = choose_config(q.shape[3], bool(causal), k.shape[2])
+    launch_hopper(q, k, v, out, bool(causal), float(scale), **config)
     return out
 
 
@@ -616,7 +630,7 @@ def section_21_2_hopper():
 
     print("\n=== Section 21.2, on Hopper: dtypes, widths and shapes ===")
     for dtype in torch.bfloat16, torch.float16:
-        for D, causal in CONFIGS:
+        for D, causal in KINDS:
             right = []
             for B, Hq, Hkv, M, N in (
                 (1, 1, 1, 1, 1),
@@ -651,7 +665,7 @@ def section_21_2_hopper():
     print(f"no keys: all zeros? {not hopper_flash_attention(q, k[:, :, :0], v[:, :, :0]).any()}")
 
     print("\n=== Section 21.2, on Hopper: the same bits every time ===")
-    for D, causal in CONFIGS:
+    for D, causal in KINDS:
         q, k, v = torch.randn(3, 4, 8, 1000, D).to(torch.bfloat16).to(DEVICE)
         first = hopper_flash_attention(q, k, v, causal)
         same = all(torch.equal(hopper_flash_attention(q, k, v, causal), first) for _ in range(19))
@@ -669,7 +683,11 @@ def bench_inputs(N, D, tokens=16384, dtype=torch.bfloat16):
 
 def bench_speed(run, q, causal):
     """TFLOP/s of run(): two products of 2 * N * N * D operations a head, half of it if causal."""
-    ms = triton.testing.do_bench(run, warmup=10, rep=40, return_mode="median")
+    # From a graph, so that the time Python takes for a launch is not in it.
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    ms = triton.testing.do_bench(graph.replay, warmup=10, rep=40, return_mode="median")
     B, H, N, D = q.shape
     return 4 * B * H * N * N * D / (2 if causal else 1) / ms / 1e9
 
@@ -737,8 +755,7 @@ def bench_hopper_shape(N, D, causal, peers):
     """One row of the table: TFLOP/s of ours and of these peers."""
     q, k, v = bench_inputs(N, D)
     out = torch.full_like(q, math.nan)
-    config = CONFIGS[D, causal]
-    launch_hopper(q, k, v, out, causal, D**-0.5, **config)
+    launch_hopper(q, k, v, out, causal, D**-0.5, **choose_config(D, causal, N))
     # All of it beside SDPA, some of it beside float64; bfloat16 rounds weights and output.
     sdpa = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
     apart = ((out.float() - sdpa.float()).norm() / sdpa.float().norm()).item()
@@ -765,21 +782,20 @@ def bench_hopper_shape(N, D, causal, peers):
 
 def bench_hopper_rungs():
     """Print the docstring's table."""
-    q, k, v = bench_inputs(4096, 128)
-    out = torch.empty_like(q)
     for name, config in RUNGS.items():
         speeds = []
-        for causal in False, True:
+        for D, causal in (128, False), (128, True), (64, True):
+            q, k, v = bench_inputs(4096, D)
+            out = torch.full_like(q, math.nan)
 
-            def run(causal=causal, config=config):
-                launch_hopper(q, k, v, out, causal, 128**-0.5, **config)
+            def run(q=q, k=k, v=v, out=out, causal=causal, config=config):
+                launch_hopper(q, k, v, out, causal, q.shape[3] ** -0.5, **config)
 
-            out.fill_(math.nan)
             run()
             if not bench_error(out, q, k, v, causal) < 5e-3:
-                raise RuntimeError(f"wrong result: rung {name}, causal: {causal}")
+                raise RuntimeError(f"wrong result: rung {name}, D = {D}, causal: {causal}")
             speeds.append(bench_speed(run, q, causal))
-        print(f"{name:24}{speeds[0]:8.1f} TFLOP/s{speeds[1]:8.1f} causal", flush=True)
+        print(f"{name:24}" + "".join(f"{speed:8.1f}" for speed in speeds), flush=True)
 
 
 def bench_hopper(folder, only, peers):
@@ -809,9 +825,10 @@ def bench_hopper(folder, only, peers):
         folder = root / "benchmarks" / gpu.lower().replace(" ", "-")
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    print("TFLOP/s, N = 4096: D = 128 full, D = 128 causal, D = 64 causal")
     bench_hopper_rungs()
     cells = []
-    for D, causal in CONFIGS:
+    for D, causal in KINDS:
         for N in BENCH_LENGTHS:
             cells.append(bench_hopper_shape(N, D, causal, peers))
             line = " ".join(f"{name} {cells[-1][name]:.0f}" for name in ("ours", *peers))
@@ -839,7 +856,7 @@ def bench_hopper(folder, only, peers):
 def shape_to_measure(text):
     """D,causal,N as on the command line: 128,1,4096."""
     D, causal, N = map(int, text.split(","))
-    if (D, causal) not in CONFIGS or N not in BENCH_LENGTHS:
+    if (D, causal) not in KINDS or N not in BENCH_LENGTHS:
         raise ValueError
     return D, bool(causal), N
 
