@@ -153,25 +153,25 @@ BUGS = {
             Bug("total += weight", "total = weight"),
         ],
         "pack": [
-            Bug("high + (1023 - index)", "high + index"),
+            Bug("0x7FFC00 - index", "0x7FFC00 + index - 1023"),
         ],
         "exchange": [
             Bug("tl.where(swap, a, b)", "tl.where(swap, b, a)"),
             Bug("tl.minimum(a, b)", "a"),
         ],
-        "union": [
-            Bug("t[len(s) - 1 - i]", "t[i]"),
-        ],
         "merge": [
-            Bug("range(1, 5)", "range(1, 2)"),
+            Bug("exchange(odd[i], even[i + 1])", "exchange(odd[i], even[i])"),
+        ],
+        "best_of": [
+            Bug("t[len(t) // 2 :], k)", "t[len(t) // 2 :], 1)"),
         ],
         "best_groups": [
-            Bug("key = tl.where((start + i) * V < E, key, lowest(KEY))", "pass"),
+            Bug("start + i, KEY", "start, KEY"),
             Bug("(x.shape[0], GROUPS, V)), 2", "(x.shape[0], V, GROUPS)), 1"),
         ],
         "network_kernel": [
-            Bug("group * V + i, KEY", "group * V, KEY"),
-            Bug("if j < k:", "if j < K:"),
+            Bug("keys = tl.where(at < E, keys, lowest(KEY))", "pass"),
+            Bug("best_of(unstack(keys), k - j)", "best_of(unstack(keys), 1)"),
             Bug("tl.where(picked, chosen, BINS - 1)", "chosen"),
         ],
     },
