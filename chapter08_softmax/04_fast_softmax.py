@@ -4,15 +4,16 @@ Softmax must read x once and write z once, so a copy of as many bytes is the yar
 of its speed on an H200 (4.15 TB/s) for float32 rows (--bench prints every length, and bfloat16):
 
     1  two passes, 32 columns at a time        0.10  of 131072 columns: small loads, few in flight
-    2  two passes, 4096 columns at a time      0.63  of 131072: wide loads, but x is read twice
+    2  two passes, 4096 columns at a time      0.64  of 131072: wide loads, but x is read twice
     3  short rows: several rows per program    1.01  of 256: no program is left with little to do
     4  middle rows: one row in registers       0.99  of 16384: x is read once
-    5  long rows: a row split over programs    0.94  of 131072: x is read once, nobody holds it all
+    5  long rows: a row split over programs    0.97  of 131072: x is read once, nobody holds it all
 
 Rung 5 rests on what online softmax is about: the maximum and sum of a piece can be merged with
 those of the other pieces. A row's programs exchange these two numbers while the pieces stay in
 registers. They wait for one another, so all must run at the same time; the interpreter runs them
-one by one and therefore takes rung 2 instead.
+one by one and therefore takes rung 2 instead. Many small programs that end do better here than few
+that go on to the next piece: while some wait, others load.
 
     python 04_fast_softmax.py                     checks, on small sizes
     python 04_fast_softmax.py --bench [--out DIR] a table beside other libraries
@@ -83,121 +84,125 @@ def split_edges(start, T, EDGE: tl.constexpr):
 
 
 @triton.jit
+def load_rows(ptr, at, cols, mask, rows, N0):
+    """Columns of rows in float32, -inf where there is none."""
+    # A row past the last one reads 0, so that nothing computes -inf - -inf for it.
+    x = tl.load(ptr + at + cols, mask=mask & (rows < N0), other=float("-inf")).to(tl.float32)
+    return x if x.shape[0] == 1 else tl.where(rows < N0, x, 0.0)
+
+
+@triton.jit
+def max_of_rows(x):
+    """[ROWS, 1], or a number if that is one row: so edges need not be spread over threads as x."""
+    return tl.max(x) if x.shape[0] == 1 else tl.max(x, axis=1, keep_dims=True)
+
+
+@triton.jit
+def sum_of_rows(x):
+    return tl.sum(x) if x.shape[0] == 1 else tl.sum(x, axis=1, keep_dims=True)
+
+
+@triton.jit
 def rows_kernel(
     x_ptr, z_ptr, N0, T, x_stride, z_stride,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, EDGE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """Rungs 3 and 4: ROWS whole rows stay in registers, x is read once."""
+    """Rungs 3 and 4: ROWS whole rows, each in PARTS blocks, stay in registers; x is read once."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    cols = tl.arange(0, BLOCK)[None, :]
     x_at, z_at = rows * x_stride, rows * z_stride
     body = T
     if EDGE:
         x_aligned, body, edge_cols, edge_mask = split_edges(x_at, T, EDGE)
-        z_aligned = (z_at + EDGE - 1) // EDGE * EDGE
-        x_edges, z_edges = x_ptr + x_at + edge_cols, z_ptr + z_at + edge_cols
-        edge_mask = edge_mask & (rows < N0)
-        # A row past the last one reads 0, so that nothing computes -inf - -inf for it.
-        edge_other = tl.where(rows < N0, float("-inf"), 0.0)
-        edges = tl.load(x_edges, mask=edge_mask, other=0.0).to(tl.float32)
-        edges = tl.where(edge_mask, edges, edge_other)
-        x_at, z_at = x_aligned, z_aligned
-    mask = (rows < N0) & (cols < body)
-    x = tl.load(x_ptr + x_at + cols, mask=mask, other=float("-inf")).to(tl.float32)
-    row_max = tl.max(x, axis=1, keep_dims=True)
+        edges = load_rows(x_ptr, x_at, edge_cols, edge_mask, rows, N0)
+        z_edges = z_ptr + z_at + edge_cols
+        x_at, z_at = x_aligned, (z_at + EDGE - 1) // EDGE * EDGE
+    # One part's threads also hold the other parts' columns: maxima and sums of parts come first.
+    parts = ()
+    for i in tl.static_range(PARTS):
+        cols = i * BLOCK + tl.arange(0, BLOCK)[None, :]
+        x = load_rows(x_ptr, x_at, cols, cols < body, rows, N0)
+        parts = parts + (x,)
+    largest = parts[0]
+    for i in tl.static_range(1, PARTS):
+        largest = tl.maximum(largest, parts[i])
+    row_max = max_of_rows(largest)
     if EDGE:
-        row_max = tl.maximum(row_max, tl.max(edges, axis=1, keep_dims=True))
-    row_max = tl.where(rows < N0, row_max, 0.0)
-    x = exp_approx(x - row_max)
-    row_sum_exp = tl.sum(x, axis=1, keep_dims=True)
+        row_max = tl.maximum(row_max, max_of_rows(edges))
+    exps = ()
+    for i in tl.static_range(PARTS):
+        exps = exps + (exp_approx(parts[i] - row_max),)
+    sums = exps[0]
+    for i in tl.static_range(1, PARTS):
+        sums += exps[i]
+    row_sum_exp = sum_of_rows(sums)
     if EDGE:
         edges = exp_approx(edges - row_max)
-        row_sum_exp += tl.sum(edges, axis=1, keep_dims=True)
-        tl.store(z_edges, edges / row_sum_exp, mask=edge_mask)
-    # One division per row; a row past the last one has the sum 0, and is not stored.
-    scale = 1.0 / tl.where(rows < N0, row_sum_exp, 1.0)
-    tl.store(z_ptr + z_at + cols, x * scale, mask=mask)
-
-
-@triton.jit
-def piece(ticket, N0, T, stride, PIECES, SIZE, BLOCK: tl.constexpr, EDGE: tl.constexpr):
-    """Offsets and masks of piece ticket % PIECES of row ticket // PIECES, and of its edges."""
-    row = (ticket // PIECES).to(tl.int64)
-    first = ticket % PIECES * SIZE
-    cols = tl.arange(0, BLOCK)[None, :]
-    there = row < N0
-    at = row * stride
-    body = T
-    edge_at, edge_mask = at + cols, cols < 0
-    if EDGE:
-        aligned, body, edge_cols, edge_mask = split_edges(at, T, EDGE)
-        # The row's first piece takes the edges at both ends.
-        edge_at, edge_mask = at + edge_cols, edge_mask & there & (first == 0)
-        at = aligned
-    return at + first + cols, there & (cols < SIZE) & (first + cols < body), edge_at, edge_mask
+        row_sum_exp += sum_of_rows(edges)
+        tl.store(z_edges, edges / row_sum_exp, mask=edge_mask & (rows < N0))
+    scale = 1.0 / row_sum_exp  # one division per row
+    for i in tl.static_range(PARTS):
+        cols = i * BLOCK + tl.arange(0, BLOCK)[None, :]
+        tl.store(z_ptr + z_at + cols, exps[i] * scale, mask=(rows < N0) & (cols < body))
 
 
 @triton.jit
 def split_row_kernel(
-    x_ptr, z_ptr, partial_ptr, N0, T, x_stride, z_stride, PIECES, SIZE,
+    x_ptr, z_ptr, words_ptr, T, x_stride, z_stride, PIECES, SIZE,
     BLOCK: tl.constexpr, SLOTS: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """Rung 5: PIECES programs share a row; each holds SIZE columns in registers.
 
-    A program takes every tl.num_programs-th piece, rows in order. All programs are resident, and
-    so whoever holds a piece of the first unfinished row need not wait to publish: no deadlock.
+    They wait for one another. GPUs start programs in the order of their ids, and whoever publishes
+    waits for nobody before, so the row that was begun first always ends, if the GPU has room for
+    all of a row's programs. NVIDIA's CUB relies on this order in its scans, too.
     """
-    step = tl.num_programs(0)
-    slots = tl.arange(0, SLOTS)
-    at, mask, edge_at, edge_mask = piece(
-        tl.program_id(0), N0, T, x_stride, PIECES, SIZE, BLOCK, EDGE
-    )
-    loaded = tl.load(x_ptr + at, mask=mask, other=float("-inf"))
+    row = (tl.program_id(0) // PIECES).to(tl.int64)
+    piece = tl.program_id(0) % PIECES
+    x_at, z_at, body = row * x_stride, row * z_stride, T
     if EDGE:
-        loaded_edges = tl.load(x_ptr + edge_at, mask=edge_mask, other=float("-inf"))
-    for ticket in range(tl.program_id(0), N0 * PIECES, step):
-        x = loaded.to(tl.float32)
-        piece_max = tl.max(tl.max(x, axis=1), axis=0)
-        if EDGE:
-            edges = loaded_edges.to(tl.float32)
-            piece_max = tl.maximum(piece_max, tl.max(tl.max(edges, axis=1), axis=0))
-        shift = tl.where(piece_max == float("-inf"), 0.0, piece_max)
-        x = exp_approx(x - shift)
-        piece_sum = tl.sum(tl.sum(x, axis=1), axis=0)
-        if EDGE:
-            edges = exp_approx(edges - shift)
-            piece_sum += tl.sum(tl.sum(edges, axis=1), axis=0)
+        x_aligned, body, edge_cols, edge_mask = split_edges(x_at, T, EDGE)
+        x_edges, z_edges = x_ptr + x_at + edge_cols, z_ptr + z_at + edge_cols
+        # The row's first piece takes the edges at both ends.
+        edge_mask = edge_mask & (piece == 0)
+        edges = tl.load(x_edges, mask=edge_mask, other=float("-inf")).to(tl.float32)
+        x_at, z_at = x_aligned, (z_at + EDGE - 1) // EDGE * EDGE
+    first = piece * SIZE
+    cols = tl.arange(0, BLOCK)
+    mask = cols < tl.minimum(SIZE, body - first)
+    # Kept as loaded, not as float32: a 16-bit x takes half the registers while the program waits.
+    x = tl.load(x_ptr + x_at + first + cols, mask=mask, other=float("-inf"))
 
-        # Publish both numbers in one 64-bit word, which nobody can see half written. It is its
-        # own flag: a maximum of 0 comes with a sum of 1 or more, so the word is never 0.
-        high = piece_max.to(tl.int32, bitcast=True).to(tl.int64) << 32
-        low = piece_sum.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
-        row_partials = partial_ptr + (ticket // PIECES).to(tl.int64) * PIECES
-        tl.atomic_xchg(row_partials + ticket % PIECES, high | low, sem="relaxed")
+    piece_max = tl.max(x.to(tl.float32))
+    if EDGE:
+        piece_max = tl.maximum(piece_max, tl.max(edges))
+    shift = tl.where(piece_max == float("-inf"), 0.0, piece_max)
+    piece_sum = tl.sum(exp_approx(x.to(tl.float32) - shift))
+    if EDGE:
+        piece_sum += tl.sum(exp_approx(edges - shift))
 
-        # The next piece is on its way while this one waits for its row.
-        at, mask, edge_at, edge_mask = piece(
-            ticket + step, N0, T, x_stride, PIECES, SIZE, BLOCK, EDGE
-        )
-        loaded = tl.load(x_ptr + at, mask=mask, other=float("-inf"))
-        if EDGE:
-            loaded_edges = tl.load(x_ptr + edge_at, mask=edge_mask, other=float("-inf"))
+    # Publish both numbers in one 64-bit word, which nobody can see half written. It is its own
+    # flag: a maximum of 0 comes with a sum of 1 or more, so the word is never 0.
+    high = piece_max.to(tl.int32, bitcast=True).to(tl.int64) << 32
+    low = piece_sum.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    tl.atomic_xchg(words_ptr + tl.program_id(0), high | low, sem="relaxed")
 
-        words = tl.load(row_partials + slots, mask=slots < PIECES, other=1, volatile=True)
-        while tl.min((words != 0).to(tl.int32), axis=0) == 0:
-            words = tl.load(row_partials + slots, mask=slots < PIECES, other=1, volatile=True)
+    # Wait for the row's words; those that have come are not loaded again.
+    slots = tl.arange(0, SLOTS)
+    row_words = words_ptr + row * PIECES + slots
+    words = tl.load(row_words, mask=slots < PIECES, other=1, volatile=True)
+    while tl.min((words != 0).to(tl.int32)) == 0:
+        words = tl.load(row_words, mask=words == 0, other=words, volatile=True)
 
-        # Merge: every sum is relative to its own maximum and is made relative to the row's.
-        maxima = (words >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-        maxima = tl.where(slots < PIECES, maxima, float("-inf"))
-        sums = tl.where(slots < PIECES, words.to(tl.int32).to(tl.float32, bitcast=True), 0.0)
-        row_max = tl.max(maxima, axis=0)
-        row_sum_exp = tl.sum(sums * exp_approx(maxima - row_max), axis=0)
-        scale = exp_approx(piece_max - row_max) / row_sum_exp
-        at, mask, edge_at, edge_mask = piece(ticket, N0, T, z_stride, PIECES, SIZE, BLOCK, EDGE)
-        tl.store(z_ptr + at, x * scale, mask=mask)
-        if EDGE:
-            tl.store(z_ptr + edge_at, edges * scale, mask=edge_mask)
+    # Merge: every sum is relative to its own maximum and is made relative to the row's.
+    maxima = (words >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    maxima = tl.where(slots < PIECES, maxima, float("-inf"))
+    sums = tl.where(slots < PIECES, words.to(tl.int32).to(tl.float32, bitcast=True), 0.0)
+    row_max = tl.max(maxima)
+    scale = 1.0 / tl.sum(sums * exp_approx(maxima - row_max))
+    z = exp_approx(x.to(tl.float32) - row_max) * scale
+    tl.store(z_ptr + z_at + first + cols, z, mask=mask)
+    if EDGE:
+        tl.store(z_edges, exp_approx(edges - row_max) * scale, mask=edge_mask)
 
 
 def edge_width(x, z):
@@ -217,32 +222,35 @@ def launch_two_pass(x, z, B1=4096):
 
 def launch_rows(x, z):
     N0, T = x.shape
-    BLOCK, EDGE = triton.next_power_of_2(T), edge_width(x, z)
-    ROWS = max(1, 1024 // BLOCK)
+    columns, EDGE = triton.next_power_of_2(T), edge_width(x, z)
+    # A row of 5003 would leave two fifths of 8192 columns empty, but a fifth of 3 x 2048.
+    PARTS = 3 if columns >= 4096 and T <= columns // 4 * 3 else 1
+    ROWS = max(1, 1024 // columns)
     # Measured: about 1024 elements per warp, twice that where an element has 2 bytes.
-    warps = max(1, BLOCK // 1024)
+    warps = max(1, columns // 1024)
     options = {}
-    if x.element_size() == 2 and BLOCK >= 8192:
+    if x.element_size() == 2 and columns >= 8192:
         warps //= 2
-        if BLOCK == 16384 and not EDGE and DEVICE == "cuda" and torch.version.hip is None:
+        if T == 16384 and not EDGE and DEVICE == "cuda" and torch.version.hip is None:
             options["maxnreg"] = 80  # so that three programs fit a multiprocessor, not two
-    grid = (triton.cdiv(N0, ROWS),)
-    rows_kernel[grid](
-        x, z, N0, T, x.stride(0), z.stride(0), ROWS, BLOCK, EDGE, num_warps=warps, **options
-    )
+    rows_kernel[(triton.cdiv(N0, ROWS),)](
+        x, z, N0, T, x.stride(0), z.stride(0),
+        ROWS, columns if PARTS == 1 else columns // 4, PARTS, EDGE, num_warps=warps, **options,
+    )  # fmt: skip
 
 
 def split(itemsize):
     """Columns per piece, and registers per thread, of rung 5 (4 warps per program)."""
-    return (4096, 96) if itemsize == 4 else (8192, 128)
+    return (4096, 56) if itemsize == 4 else (8192, 80)
 
 
 def resident(itemsize):
     """How many programs of rung 5 the GPU runs at the same time."""
     if DEVICE == "cpu" or torch.version.hip is not None:
         return 1
-    per_multiprocessor = REGISTERS // (split(itemsize)[1] * 4 * 32)
-    return per_multiprocessor * torch.cuda.get_device_properties(0).multi_processor_count
+    gpu = torch.cuda.get_device_properties(0)
+    threads = min(REGISTERS // split(itemsize)[1], gpu.max_threads_per_multi_processor)
+    return threads // (4 * 32) * gpu.multi_processor_count
 
 
 def launch_split_row(x, z):
@@ -250,14 +258,13 @@ def launch_split_row(x, z):
     columns, registers = split(x.element_size())
     PIECES = triton.cdiv(T, columns)
     SIZE = triton.cdiv(triton.cdiv(T, PIECES), 16) * 16
-    partials = torch.zeros(N0 * PIECES, dtype=torch.int64, device=x.device)
-    grid = (min(N0 * PIECES, resident(x.element_size())),)
-    # A cooperative launch fails, rather than hangs, if not all programs can be resident.
-    options = {"launch_cooperative_grid": True, "maxnreg": registers} if DEVICE == "cuda" else {}
-    split_row_kernel[grid](
-        x, z, partials, N0, T, x.stride(0), z.stride(0), PIECES, SIZE,
-        triton.next_power_of_2(SIZE), triton.next_power_of_2(PIECES), edge_width(x, z),
-        num_warps=4, **options,
+    words = torch.zeros(N0 * PIECES, dtype=torch.int64, device=x.device)
+    # At least a slot a thread: then up to 32 words are watched by one warp, not by each.
+    SLOTS = max(4 * 32, triton.next_power_of_2(PIECES))
+    options = {"maxnreg": registers} if DEVICE == "cuda" else {}
+    split_row_kernel[(N0 * PIECES,)](
+        x, z, words, T, x.stride(0), z.stride(0), PIECES, SIZE,
+        triton.next_power_of_2(SIZE), SLOTS, edge_width(x, z), num_warps=4, **options,
     )  # fmt: skip
 
 
@@ -271,7 +278,7 @@ def choose_rung(T, itemsize):
     """The launcher for rows of T columns."""
     if T <= IN_REGISTERS:
         return launch_rows
-    if triton.cdiv(T, split(itemsize)[0]) <= resident(itemsize):
+    if 2 * triton.cdiv(T, split(itemsize)[0]) <= resident(itemsize):
         return launch_split_row
     return launch_two_pass
 
