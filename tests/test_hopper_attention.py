@@ -1,5 +1,7 @@
 """Attention for Hopper against float64: what it refuses, anywhere; what it computes, on Hopper."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from conftest import INF, NAN, assert_heads, randn, randn_heads
@@ -83,6 +85,32 @@ def test_the_command_line(module):
             module.shape_to_measure(wrong)
     assert module.peers_to_measure("cudnn,CuTe") == ["SDPA cuDNN", "flash-attn CuTe"]
     assert module.peers_to_measure("") == []
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("num_m", [1, 2, 3, 8, 9])
+@pytest.mark.parametrize("heads, programs", [(1, 1), (1, 7), (5, 4), (40, 132), (41, 3)])
+def test_every_tile_is_taken_once(module, heads, programs, num_m, causal, monkeypatch):
+    """The kernel's arithmetic in Python; work is spread to within two tiles, or pairs if causal."""
+    # launch_hopper starts no more programs than this, as none may be without a tile.
+    programs = min(programs, heads * -(-num_m // 2) if causal else heads * num_m)
+    monkeypatch.setattr(module, "share", module.share.fn)
+    tiling = num_m, heads, heads, 128 * num_m
+    taken, blocks = [], []
+    for pid in range(programs):
+        language = SimpleNamespace(
+            program_id=lambda axis, pid=pid: pid,
+            num_programs=lambda axis: programs,
+            where=lambda condition, a, b: a if condition else b,
+            minimum=min, maximum=max, cdiv=module.triton.cdiv,
+        )  # fmt: skip
+        monkeypatch.setattr(module, "gl", language)
+        paired, tiles = module.count_tiles.fn(tiling, causal)
+        mine = [module.find_tile.fn(t, paired, tiling, 128, 128, causal) for t in range(tiles)]
+        taken += [tile[:2] for tile in mine]
+        blocks.append(sum(tile[2] for tile in mine))
+    assert sorted(taken) == [(h, 128 * m) for h in range(heads) for m in range(num_m)]
+    assert min(blocks) > 0 and max(blocks) - min(blocks) <= 2 * (num_m + 1)
 
 
 SIZES = [1, 63, 64, 65, 127, 200, 513]
