@@ -11,9 +11,9 @@ of its speed on an H200 (4.15 TB/s) for float32 rows (--bench prints every lengt
 
 Rung 5 rests on what online softmax is about: the maximum and sum of a piece can be merged with
 those of the other pieces. A row's programs exchange these two numbers while the pieces stay in
-registers. They wait for one another, so all must run at the same time; the interpreter runs them
-one by one and therefore takes rung 2 instead. Many small programs that end do better here than few
-that go on to the next piece: while some wait, others load.
+registers. They wait for one another, so all of a row must run at the same time; the interpreter
+runs them one by one and therefore takes rung 2 instead. Many small programs that end do better here
+than few that go on to the next piece, at least in float32: while some wait, others load.
 
     python 04_fast_softmax.py                     checks, on small sizes
     python 04_fast_softmax.py --bench [--out DIR] a table beside other libraries
@@ -384,12 +384,11 @@ def bench_peers():
 
 def bench_cell(T, dtype, peers):
     """One row of the table: times in ms of a copy, of ours and of the peers."""
+    from harness.bench import median_ms
+
     rows = 2**29 // dtype.itemsize // T
     x = torch.randn(rows, T, device=DEVICE).to(dtype)
     z = torch.empty_like(x)
-
-    def median(run):
-        return triton.testing.do_bench(run, warmup=20, rep=80, return_mode="median")
 
     def error(got):
         some = slice(-256, None)
@@ -406,8 +405,8 @@ def bench_cell(T, dtype, peers):
     del whole
     cell = {"rows": rows, "columns": T, "dtype": str(dtype)[6:]}
     cell["rung"] = choose_rung(T, dtype.itemsize).__name__.removeprefix("launch_")
-    cell["ms"] = median(lambda: fast_softmax(x, out=z))
-    copy = median(lambda: z.copy_(x))
+    cell["ms"] = median_ms(lambda: fast_softmax(x, out=z))
+    copy = median_ms(lambda: z.copy_(x))
     cell["GB/s"] = 2 * x.nbytes / cell["ms"] / 1e6
     cell["copy GB/s"] = 2 * x.nbytes / copy / 1e6
     cell["of copy"] = copy / cell["ms"]
@@ -416,7 +415,7 @@ def bench_cell(T, dtype, peers):
         try:
             if not error(peer(x)) <= tolerance:
                 raise ValueError("wrong result")
-            cell[f"{name} / ours"] = median(lambda peer=peer: peer(x)) / cell["ms"]
+            cell[f"{name} / ours"] = median_ms(lambda peer=peer: peer(x)) / cell["ms"]
         except Exception as problem:
             print(f"{name} refuses {rows} x {T}: {type(problem).__name__}", file=sys.stderr)
             cell[f"{name} / ours"] = float("nan")
@@ -425,6 +424,8 @@ def bench_cell(T, dtype, peers):
 
 def bench_ladder():
     """Fractions of the copy's speed on rows of 131072 float32, for the docstring's table."""
+    from harness.bench import median_ms
+
     x = torch.randn(1024, 131072, device=DEVICE)
     z = torch.empty_like(x)
     time = {
@@ -433,30 +434,15 @@ def bench_ladder():
         "two passes, 4096 columns": lambda: launch_two_pass(x, z),
         "a row split over programs": lambda: launch_split_row(x, z),
     }
-    time = {name: triton.testing.do_bench(f, return_mode="median") for name, f in time.items()}
+    time = {name: median_ms(f) for name, f in time.items()}
     return {name: time["copy"] / ms for name, ms in time.items()}
 
 
-def bench(folder):
-    """Print the table; write softmax.csv and softmax.png into folder, or benchmarks/<gpu>."""
-    if DEVICE == "cpu":
-        raise SystemExit("--bench needs a GPU and TRITON_INTERPRET unset")
-    import datetime
-    import pathlib
+def bench(out):
+    """Print the table; write softmax.csv and softmax.png into out, or benchmarks/<gpu>."""
+    from harness.bench import draw, results_folder, save_table
 
-    # Only the table and the plot need these two.
-    import matplotlib
-    import pandas
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    gpu = torch.cuda.get_device_name()
-    if folder is None:
-        root = pathlib.Path(__file__).resolve().parent.parent
-        folder = root / "benchmarks" / gpu.lower().replace(" ", "-")
-    folder = pathlib.Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = results_folder(out)
     for name, fraction in bench_ladder().items():
         print(f"rows of 131072 float32, {name}: {fraction:.3f} of copy", flush=True)
     peers = bench_peers()
@@ -465,26 +451,22 @@ def bench(folder):
         for T in BENCH_COLUMNS:
             cells.append(bench_cell(T, dtype, peers))
             print(f"{T} {str(dtype)[6:]}: {cells[-1]['of copy']:.3f}", file=sys.stderr, flush=True)
-    table = pandas.DataFrame(cells)
-    print(table.round(3).to_string(index=False))
-    table["GPU"], table["torch"], table["triton"] = gpu, torch.__version__, triton.__version__
-    table["date"] = datetime.date.today().isoformat()
-    table.to_csv(folder / "softmax.csv", index=False, float_format="%.5g")
+    table = save_table(cells, folder / "softmax.csv")
 
-    figure, panels = pyplot.subplots(1, 2, figsize=(12, 4.5), sharey=True)
-    for panel, (dtype, part) in zip(panels, table.groupby("dtype", sort=False), strict=True):
-        part = part.sort_values("columns")
-        panel.plot(part["columns"], part["copy GB/s"], "k--", label="copy")
-        panel.plot(part["columns"], part["GB/s"], "o-", label="fast_softmax")
-        for name in peers:
-            speed = part["GB/s"] / part[f"{name} / ours"]
-            panel.plot(part["columns"], speed, ".-", label=name)
-        panel.set(xscale="log", xlabel="columns", title=f"softmax, {dtype}, {gpu}")
-    panels[0].set_ylim(bottom=0)  # of all panels, now that all lines are drawn
-    panels[0].set_ylabel("GB/s, read once and written once")
-    panels[0].legend()
-    figure.tight_layout()
-    figure.savefig(folder / "softmax.png", dpi=120)
+    def plot(axes):
+        for panel, (dtype, part) in zip(axes, table.groupby("dtype", sort=False), strict=True):
+            part = part.sort_values("columns")
+            panel.plot(part["columns"], part["copy GB/s"], "k--", label="copy")
+            panel.plot(part["columns"], part["GB/s"], "o-", label="fast_softmax")
+            for name in peers:
+                speed = part["GB/s"] / part[f"{name} / ours"]
+                panel.plot(part["columns"], speed, ".-", label=name)
+            panel.set(
+                xscale="log", xlabel="columns", title=f"softmax, {dtype}, {part['GPU'].iloc[0]}"
+            )
+        axes[0].set_ylabel("GB/s, read once and written once")
+
+    draw(folder / "softmax.png", 2, plot)
 
 
 if __name__ == "__main__":
@@ -495,6 +477,8 @@ if __name__ == "__main__":
     parser.add_argument("--out", help="folder for softmax.csv and .png (default: benchmarks/<gpu>)")
     options = parser.parse_args()
     if options.bench:
+        # Only --bench needs this repository beside the script.
+        sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
         bench(options.out)
     else:
         puzzle_8_fast()

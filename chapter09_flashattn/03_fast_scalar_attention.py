@@ -349,12 +349,11 @@ def bench_scalar_sdpa(q, k, v):
 
 def bench_scalar_cell(N, limit):
     """One row of the table: ours, its rate, and what the peers take and how wrong they are."""
+    from harness.bench import median_ms
+
     q, k, v = (torch.randn(N, device=DEVICE) for _ in range(3))
     some = slice(0, None, N // 256)
     want = exact_attention(q[some], k, v)
-
-    def median(run):
-        return triton.testing.do_bench(run, warmup=20, rep=80, return_mode="median")
 
     def error(z):
         return ((z[some].double() - want).abs().max() / want.abs().max()).item()
@@ -364,7 +363,7 @@ def bench_scalar_cell(N, limit):
     cell = {"queries = keys": N, "error": error(z)}
     if not (cell["error"] < 1e-5 and z.isfinite().all()):
         raise RuntimeError(f"wrong result: {N}, error {cell['error']}")
-    cell["ms"] = median(lambda: fast_flashatt(q, k, v, out=z))
+    cell["ms"] = median_ms(lambda: fast_flashatt(q, k, v, out=z))
     cell["T exp/s"] = N * N / cell["ms"] / 1e9
     cell["of limit"] = cell["T exp/s"] * 1e12 / limit
     peers = {
@@ -380,7 +379,7 @@ def bench_scalar_cell(N, limit):
             cell[f"{name} error"] = error(z if got is None else got)
             if not cell[f"{name} error"] < (0.1 if "bf16" in name else 1e-4):
                 raise ValueError("wrong result")
-            cell[f"{name} / ours"] = median(run) / cell["ms"]
+            cell[f"{name} / ours"] = median_ms(run) / cell["ms"]
         except Exception as problem:
             print(f"{name} refuses {N}: {type(problem).__name__}: {problem}", file=sys.stderr)
             cell[f"{name} / ours"] = float("nan")
@@ -389,54 +388,37 @@ def bench_scalar_cell(N, limit):
 
 def bench_scalar_ladder(limit, N=65536):
     """Exponentials per second of every rung, for the docstring's table."""
+    from harness.bench import median_ms
+
     q, k, v = (torch.randn(N, device=DEVICE) for _ in range(3))
     z = torch.empty_like(q)
     for number, (name, launch) in enumerate(RUNGS.items(), 1):
-        ms = triton.testing.do_bench(lambda f=launch: f(q, k, v, z), return_mode="median")
+        ms = median_ms(lambda f=launch: f(q, k, v, z))
         rate = N * N / ms * 1e3
         print(f"{number} {name}: {rate / 1e12:.2f} T exp/s, {rate / limit:.2f} of the limit")
 
 
-def bench_scalar_attention(folder):
-    """Print the table; write scalar_attention.csv and .png into folder, or benchmarks/<gpu>."""
-    if DEVICE == "cpu":
-        raise SystemExit("--bench needs a GPU and TRITON_INTERPRET unset")
-    import datetime
-    import pathlib
+def bench_scalar_attention(out):
+    """Print the table; write scalar_attention.csv and .png into out, or benchmarks/<gpu>."""
+    from harness.bench import draw, results_folder, save_table
 
-    # Only the table and the plot need these two.
-    import matplotlib
-    import pandas
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    gpu = torch.cuda.get_device_name()
-    if folder is None:
-        root = pathlib.Path(__file__).resolve().parent.parent
-        folder = root / "benchmarks" / gpu.lower().replace(" ", "-")
-    folder = pathlib.Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = results_folder(out)
     limit = bench_exponential_limit()
     print(f"the exponential units' limit: {limit / 1e12:.2f} T exp/s")
     bench_scalar_ladder(limit)
-    table = pandas.DataFrame([bench_scalar_cell(N, limit) for N in BENCH_SIZES])
-    print(table.to_string(index=False, float_format=lambda x: f"{x:.3g}"))
-    table["GPU"], table["torch"], table["triton"] = gpu, torch.__version__, triton.__version__
-    table["date"] = datetime.date.today().isoformat()
-    table.to_csv(folder / "scalar_attention.csv", index=False, float_format="%.5g")
+    cells = [bench_scalar_cell(N, limit) for N in BENCH_SIZES]
+    table = save_table(cells, folder / "scalar_attention.csv")
 
-    figure, panel = pyplot.subplots(figsize=(7, 4.5))
-    N = table["queries = keys"]
-    panel.axhline(limit / 1e12, color="k", linestyle="--", label="exponential units")
-    panel.plot(N, table["T exp/s"], "o-", label="fast_flashatt")
-    for name in "SDPA bf16", "puzzle", "torch":
-        panel.plot(N, table["T exp/s"] / table[f"{name} / ours"], ".-", label=name)
-    panel.set(xscale="log", xlabel="queries = keys", ylabel="10^12 exponentials/s", ylim=0)
-    panel.set_title(f"scalar attention, {gpu}")
-    panel.legend()
-    figure.tight_layout()
-    figure.savefig(folder / "scalar_attention.png", dpi=120)
+    def plot(axes):
+        N, panel = table["queries = keys"], axes[0]
+        panel.axhline(limit / 1e12, color="k", linestyle="--", label="exponential units")
+        panel.plot(N, table["T exp/s"], "o-", label="fast_flashatt")
+        for name in "SDPA bf16", "puzzle", "torch":
+            panel.plot(N, table["T exp/s"] / table[f"{name} / ours"], ".-", label=name)
+        panel.set(xscale="log", xlabel="queries = keys", ylabel="10^12 exponentials/s")
+        panel.set_title(f"scalar attention, {table['GPU'][0]}")
+
+    draw(folder / "scalar_attention.png", 1, plot, width=7)
 
 
 if __name__ == "__main__":
@@ -447,6 +429,8 @@ if __name__ == "__main__":
     parser.add_argument("--out", help="folder for the .csv and .png (default: benchmarks/<gpu>)")
     options = parser.parse_args()
     if options.bench:
+        # Only --bench needs this repository beside the script.
+        sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
         bench_scalar_attention(options.out)
     else:
         puzzle_9_fast()

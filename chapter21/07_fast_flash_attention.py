@@ -491,124 +491,34 @@ def section_21_2_fast():
 BENCH_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 
 
-def bench_inputs(N, D, tokens=16384, dtype=torch.bfloat16):
-    """Random q, k, v [B, H, N, D] with B * N tokens and H * D = 2048."""
-    torch.manual_seed(0)
-    return torch.randn(3, tokens // N, 2048 // D, N, D, device=DEVICE).to(dtype)
-
-
-def bench_tflops(run, q, causal):
-    """TFLOP/s of run(): two products of 2 * N * N * D operations a head, half of it if causal."""
-    # From a graph, so that the time Python takes for a launch is not in it.
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    ms = triton.testing.do_bench(graph.replay, warmup=10, rep=40, return_mode="median")
-    B, H, N, D = q.shape
-    return 4 * B * H * N * N * D / (2 if causal else 1) / ms / 1e9
-
-
-def bench_error(out, q, k, v, causal):
-    """Relative error against float64: the first and last 256 queries of the last head."""
-    q, k, v, out = (x[-1, -1].double() for x in (q, k, v, out))
-    position = torch.arange(len(q), device=q.device)
-    some = torch.cat([position[:256], position[-256:]])
-    scores = q[some] @ k.T * q.shape[1] ** -0.5
-    if causal:
-        scores.masked_fill_(some[:, None] < position, -math.inf)
-    want = torch.softmax(scores, dim=1) @ v
-    return ((out[some] - want).norm() / want.norm()).item()
-
-
-def bench_sdpa(q, k, v, causal, backend="FLASH_ATTENTION"):
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    def run():
-        with sdpa_kernel(getattr(SDPBackend, backend)):
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
-
-    return run
-
-
-def bench_cudnn(q, k, v, causal):
-    return bench_sdpa(q, k, v, causal, "CUDNN_ATTENTION")
-
-
-def bench_flex(q, k, v, causal):
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    def seen(batch, head, query, key):
-        return query >= key
-
-    mask = create_block_mask(seen, None, None, *[q.shape[2]] * 2, DEVICE) if causal else None
-    compiled = torch.compile(flex_attention, dynamic=False)
-    return lambda: compiled(q, k, v, block_mask=mask)
-
-
-def bench_cute(q, k, v, causal):
-    from flash_attn.cute import flash_attn_func
-
-    # Its layout is [B, N, H, D].
-    inputs = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
-
-    def run():
-        out = flash_attn_func(*inputs, causal=causal)
-        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
-
-    return run
-
-
-# Each prepares a peer: it gives a function without arguments that gives [B, H, N, D].
-BENCH_PEERS = {
-    "SDPA FlashAttention-2": bench_sdpa,
-    "SDPA cuDNN": bench_cudnn,
-    "FlexAttention": bench_flex,
-    "flash-attn CuTe": bench_cute,
-}
-
-
 def bench_shape(N, D, causal):
     """One row of the table: TFLOP/s of ours and of the peers."""
-    q, k, v = bench_inputs(N, D)
+    from harness.bench import attention_cell, attention_inputs, attention_peers
+
+    q, k, v = attention_inputs(N, D)
     out = torch.full_like(q, math.nan)
-    fast_flash_attention(q, k, v, causal, out=out)
-    # All of it beside SDPA, some of it beside float64; bfloat16 rounds weights and output.
-    sdpa = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
-    apart = ((out.float() - sdpa.float()).norm() / sdpa.float().norm()).item()
-    errors = [bench_error(x, q, k, v, causal) for x in (out, sdpa)]
-    if not (apart < 1e-2 and errors[0] < 5e-3):
-        raise RuntimeError(f"wrong result: N = {N}, D = {D}, causal: {causal}: {apart} {errors}")
-    cell = {"D": D, "causal": causal, "N": N, "error": errors[0], "SDPA error": errors[1]}
-    cell["rung"] = choose(q, k, v, out, architecture())[0].__name__.removeprefix("launch_")
-    cell["ours"] = bench_tflops(lambda: fast_flash_attention(q, k, v, causal, out=out), q, causal)
-    for name, prepare in BENCH_PEERS.items():
-        torch._dynamo.reset()
-        cell[name] = math.nan
-        try:
-            run = prepare(q, k, v, causal)
-            error = bench_error(run(), q, k, v, causal)
-            if not error < 5e-3:
-                raise ValueError(f"wrong result, error {error}")
-            cell[name] = bench_tflops(run, q, causal)
-        except Exception as problem:
-            text = f"{type(problem).__name__}: {problem}".splitlines()[0]
-            print(f"{name}, N = {N}, D = {D}, causal: {causal}: {text}", file=sys.stderr)
-    cell["ours / best"] = cell["ours"] / max([cell[n] for n in BENCH_PEERS if cell[n] > 0] or [1])
-    return cell
+
+    def ours():
+        return fast_flash_attention(q, k, v, causal, out=out)
+
+    rung = choose(q, k, v, out, architecture())[0].__name__.removeprefix("launch_")
+    return attention_cell(ours(), ours, q, k, v, causal, attention_peers()) | {"rung": rung}
 
 
 def bench_rung(launch, dtype, tokens, causal, **options):
     """TFLOP/s of one rung at N = 4096, D = 128."""
-    q, k, v = bench_inputs(4096, 128, tokens, dtype)
+    from harness.bench import attention_error, attention_inputs, attention_tflops
+
+    q, k, v = attention_inputs(4096, 128, tokens, dtype)
     out = torch.full_like(q, math.nan)
 
     def run():
         launch(q, k, v, out, causal, 128**-0.5, dot=DTYPES[dtype], **options)
 
     run()
-    if not bench_error(out, q, k, v, causal) < (1e-5 if dtype == torch.float32 else 5e-3):
+    if not attention_error(out, q, k, v, causal) < (1e-5 if dtype == torch.float32 else 5e-3):
         raise RuntimeError(f"wrong result: {launch.__name__}, {dtype}, causal: {causal}, {options}")
-    return bench_tflops(run, q, causal)
+    return attention_tflops(run, q, causal)
 
 
 def bench_rungs():
@@ -630,53 +540,21 @@ def bench_rungs():
     }
 
 
-def bench_attention(folder):
-    """Print the tables; write attention.csv and attention.png into folder, or benchmarks/<gpu>."""
-    if DEVICE == "cpu":
-        raise SystemExit("--bench needs a GPU and TRITON_INTERPRET unset")
-    import datetime
-    import pathlib
+def bench_attention(out):
+    """Print the tables; write attention.csv and .png into the folder out, or benchmarks/<gpu>."""
+    from harness.bench import attention_peers, draw_attention, results_folder, save_table
 
-    # Only the table and the plot need these two.
-    import matplotlib
-    import pandas
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    gpu = torch.cuda.get_device_name()
-    if folder is None:
-        root = pathlib.Path(__file__).resolve().parent.parent
-        folder = root / "benchmarks" / gpu.lower().replace(" ", "-")
-    folder = pathlib.Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = results_folder(out)
     for name, (full, causal) in bench_rungs().items():
         print(f"{name:28}{full:8.1f} TFLOP/s{causal:8.1f} causal", flush=True)
-    cells = []
-    for D in (64, 128):
-        for causal in (False, True):
-            for N in BENCH_LENGTHS:
-                cells.append(bench_shape(N, D, causal))
-                line = " ".join(f"{name} {cells[-1][name]:.0f}" for name in ("ours", *BENCH_PEERS))
-                print(f"D {D}, causal {causal}, N {N}: {line}", file=sys.stderr, flush=True)
-    table = pandas.DataFrame(cells)
-    print(table.to_string(index=False, float_format=lambda x: f"{x:.4g}"))
-    table["GPU"], table["torch"], table["triton"] = gpu, torch.__version__, triton.__version__
-    table["date"] = datetime.date.today().isoformat()
-    table.to_csv(folder / "attention.csv", index=False, float_format="%.5g")
-
-    figure, panels = pyplot.subplots(1, 4, figsize=(18, 4.5), sharey=True)
-    for panel, ((D, causal), part) in zip(panels, table.groupby(["D", "causal"]), strict=True):
-        panel.plot(part["N"], part["ours"], "o-", label="fast_flash_attention")
-        for name in BENCH_PEERS:
-            panel.plot(part["N"], part[name], ".-", label=name)
-        kind = "causal" if causal else "full"
-        panel.set(xscale="log", xlabel="N", title=f"attention, bfloat16, D = {D}, {kind}")
-    panels[0].set_ylim(bottom=0)  # of all panels, now that all lines are drawn
-    panels[0].set_ylabel(f"TFLOP/s on {gpu}")
-    panels[0].legend()
-    figure.tight_layout()
-    figure.savefig(folder / "attention.png", dpi=120)
+    cells = [
+        bench_shape(N, D, causal)
+        for D in (64, 128)
+        for causal in (False, True)
+        for N in BENCH_LENGTHS
+    ]
+    table = save_table(cells, folder / "attention.csv")
+    draw_attention(folder / "attention.png", table, "fast_flash_attention", attention_peers())
 
 
 if __name__ == "__main__":
@@ -689,6 +567,8 @@ if __name__ == "__main__":
     )
     options = parser.parse_args()
     if options.bench:
+        # Only --bench needs this repository beside the script.
+        sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
         bench_attention(options.out)
     else:
         section_21_2_fast()

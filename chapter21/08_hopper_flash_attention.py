@@ -19,12 +19,13 @@ time or more. Each rung lets more happen at the same time. TFLOP/s on an H200, M
     4  softmax held under its own P V: a warpgroup
        overlaps the two by itself, too                        664      642      424
 
-Another run may be 5 % off, as the GPU's clock moves with the load. Rung 3 is for short rows: at
+Another run may be 7 % off, as the GPU's clock moves with the load. Rung 3 is for short rows: at
 N = 512, D = 128 it reaches 563, rung 2 411. Rung 4 is used where it was faster in every run, which
 is D = 64, causal, from N = 2048 on.
 
-If causal, tiles differ in length, but the longest and the shortest of a head have together as many
-blocks as the second longest and the second shortest: a program takes them in such pairs.
+If causal, tiles differ in length, but if M = N the longest and the shortest of a head have together
+as many blocks as the second longest and the second shortest: a program takes them in such pairs, in
+rungs 1 and 2 too. A middle tile is dealt out singly, as all are if not causal.
 
 One program is a producer warp and NUM_WG consumer warpgroups of 4 warps. A warpgroup owns 64
 queries; all share the tiles of k and v. A warpgroup works on one stream of blocks, tile of queries
@@ -145,7 +146,7 @@ def find_tile(
     programs = gl.num_programs(0)
     i = (t - paired) * programs + programs - 1 - gl.program_id(0)
     if CAUSAL:
-        # Tiles m and num_m - 1 - m of a head have together as many blocks as any other such pair.
+        # If M = N, tiles m and num_m - 1 - m have together as many blocks as any other such pair.
         half = gl.maximum(num_m // 2, 1)
         pair = t // 2 * programs + gl.program_id(0)
         m = pair % half
@@ -675,182 +676,57 @@ def section_21_2_hopper():
 BENCH_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 
 
-def bench_inputs(N, D, tokens=16384, dtype=torch.bfloat16):
-    """Random q, k, v [B, H, N, D] with B * N tokens and H * D = 2048."""
-    torch.manual_seed(0)
-    return torch.randn(3, tokens // N, 2048 // D, N, D, device=DEVICE).to(dtype)
-
-
-def bench_speed(run, q, causal):
-    """TFLOP/s of run(): two products of 2 * N * N * D operations a head, half of it if causal."""
-    # From a graph, so that the time Python takes for a launch is not in it.
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    ms = triton.testing.do_bench(graph.replay, warmup=10, rep=40, return_mode="median")
-    B, H, N, D = q.shape
-    return 4 * B * H * N * N * D / (2 if causal else 1) / ms / 1e9
-
-
-def bench_error(out, q, k, v, causal):
-    """Relative error against float64: the first and last 256 queries of the last head."""
-    q, k, v, out = (x[-1, -1].double() for x in (q, k, v, out))
-    position = torch.arange(len(q), device=q.device)
-    some = torch.cat([position[:256], position[-256:]])
-    scores = q[some] @ k.T * q.shape[1] ** -0.5
-    if causal:
-        scores.masked_fill_(some[:, None] < position, -math.inf)
-    want = torch.softmax(scores, dim=1) @ v
-    return ((out[some] - want).norm() / want.norm()).item()
-
-
-def bench_sdpa(q, k, v, causal, backend="FLASH_ATTENTION"):
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    def run():
-        with sdpa_kernel(getattr(SDPBackend, backend)):
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
-
-    return run
-
-
-def bench_cudnn(q, k, v, causal):
-    return bench_sdpa(q, k, v, causal, "CUDNN_ATTENTION")
-
-
-def bench_flex(q, k, v, causal):
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    def seen(batch, head, query, key):
-        return query >= key
-
-    mask = create_block_mask(seen, None, None, *[q.shape[2]] * 2, DEVICE) if causal else None
-    compiled = torch.compile(flex_attention, dynamic=False)
-    return lambda: compiled(q, k, v, block_mask=mask)
-
-
-def bench_cute(q, k, v, causal):
-    from flash_attn.cute import flash_attn_func
-
-    # Its layout is [B, N, H, D].
-    inputs = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
-
-    def run():
-        out = flash_attn_func(*inputs, causal=causal)
-        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
-
-    return run
-
-
-# Each prepares a peer: it gives a function without arguments that gives [B, H, N, D].
-BENCH_PEERS = {
-    "SDPA FlashAttention-2": bench_sdpa,
-    "SDPA cuDNN": bench_cudnn,
-    "FlexAttention": bench_flex,
-    "flash-attn CuTe": bench_cute,
-}
-
-
 def bench_hopper_shape(N, D, causal, peers):
     """One row of the table: TFLOP/s of ours and of these peers."""
-    q, k, v = bench_inputs(N, D)
+    from harness.bench import attention_cell, attention_inputs
+
+    q, k, v = attention_inputs(N, D)
     out = torch.full_like(q, math.nan)
     launch_hopper(q, k, v, out, causal, D**-0.5, **choose_config(D, causal, N))
-    # All of it beside SDPA, some of it beside float64; bfloat16 rounds weights and output.
-    sdpa = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
-    apart = ((out.float() - sdpa.float()).norm() / sdpa.float().norm()).item()
-    errors = [bench_error(x, q, k, v, causal) for x in (out, sdpa)]
-    if not (apart < 1e-2 and errors[0] < 5e-3):
-        raise RuntimeError(f"wrong result: N = {N}, D = {D}, causal: {causal}: {apart} {errors}")
-    cell = {"D": D, "causal": causal, "N": N, "error": errors[0], "SDPA error": errors[1]}
-    cell["ours"] = bench_speed(lambda: hopper_flash_attention(q, k, v, causal), q, causal)
-    for name in peers:
-        torch._dynamo.reset()
-        cell[name] = math.nan
-        try:
-            run = BENCH_PEERS[name](q, k, v, causal)
-            error = bench_error(run(), q, k, v, causal)
-            if not error < 5e-3:
-                raise ValueError(f"wrong result, error {error}")
-            cell[name] = bench_speed(run, q, causal)
-        except Exception as problem:
-            text = f"{type(problem).__name__}: {problem}".splitlines()[0]
-            print(f"{name}, N = {N}, D = {D}, causal: {causal}: {text}", file=sys.stderr)
-    cell["ours / best"] = cell["ours"] / max([cell[n] for n in peers if cell[n] > 0] or [1])
-    return cell
+    ours = lambda: hopper_flash_attention(q, k, v, causal)  # noqa: E731
+    return attention_cell(out, ours, q, k, v, causal, peers)
 
 
 def bench_hopper_rungs():
     """Print the docstring's table."""
+    from harness.bench import attention_error, attention_inputs, attention_tflops
+
     for name, config in RUNGS.items():
         speeds = []
         for D, causal in (128, False), (128, True), (64, True):
-            q, k, v = bench_inputs(4096, D)
+            q, k, v = attention_inputs(4096, D)
             out = torch.full_like(q, math.nan)
 
             def run(q=q, k=k, v=v, out=out, causal=causal, config=config):
                 launch_hopper(q, k, v, out, causal, q.shape[3] ** -0.5, **config)
 
             run()
-            if not bench_error(out, q, k, v, causal) < 5e-3:
+            if not attention_error(out, q, k, v, causal) < 5e-3:
                 raise RuntimeError(f"wrong result: rung {name}, D = {D}, causal: {causal}")
-            speeds.append(bench_speed(run, q, causal))
+            speeds.append(attention_tflops(run, q, causal))
         print(f"{name:24}" + "".join(f"{speed:8.1f}" for speed in speeds), flush=True)
 
 
-def bench_hopper(folder, only, peers):
-    """Print the tables; write attention_hopper.csv and .png into folder, or benchmarks/<gpu>.
+def bench_hopper(out, only, peers):
+    """Print the tables; write attention_hopper.csv and .png into out, or benchmarks/<gpu>.
 
-    only: a (D, causal, N) to measure and print, and write nothing. peers: their names.
+    only: a (D, causal, N) to measure and print, and write nothing. peers: words of their names.
     """
+    from harness.bench import attention_peers, draw_attention, results_folder, save_table
+
     if not_here():
         raise SystemExit(f"--bench {not_here()}")
+    names = attention_peers(peers)
     if only:
         D, causal, N = only
-        print(bench_hopper_shape(N, D, causal, peers))
+        print(bench_hopper_shape(N, D, causal, names))
         return
-    import datetime
-    import pathlib
-
-    # Only the table and the plot need these two.
-    import matplotlib
-    import pandas
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    gpu = torch.cuda.get_device_name()
-    if folder is None:
-        root = pathlib.Path(__file__).resolve().parent.parent
-        folder = root / "benchmarks" / gpu.lower().replace(" ", "-")
-    folder = pathlib.Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = results_folder(out)
     print("TFLOP/s, N = 4096: D = 128 full, D = 128 causal, D = 64 causal")
     bench_hopper_rungs()
-    cells = []
-    for D, causal in KINDS:
-        for N in BENCH_LENGTHS:
-            cells.append(bench_hopper_shape(N, D, causal, peers))
-            line = " ".join(f"{name} {cells[-1][name]:.0f}" for name in ("ours", *peers))
-            print(f"D {D}, causal {causal}, N {N}: {line}", file=sys.stderr, flush=True)
-    table = pandas.DataFrame(cells)
-    print(table.to_string(index=False, float_format=lambda x: f"{x:.4g}"))
-    table["GPU"], table["torch"], table["triton"] = gpu, torch.__version__, triton.__version__
-    table["date"] = datetime.date.today().isoformat()
-    table.to_csv(folder / "attention_hopper.csv", index=False, float_format="%.5g")
-
-    figure, panels = pyplot.subplots(1, 4, figsize=(18, 4.5), sharey=True)
-    for panel, ((D, causal), part) in zip(panels, table.groupby(["D", "causal"]), strict=True):
-        panel.plot(part["N"], part["ours"], "o-", label="hopper_flash_attention")
-        for name in peers:
-            panel.plot(part["N"], part[name], ".-", label=name)
-        kind = "causal" if causal else "full"
-        panel.set(xscale="log", xlabel="N", title=f"attention, bfloat16, D = {D}, {kind}")
-    panels[0].set_ylim(bottom=0)  # of all panels, now that all lines are drawn
-    panels[0].set_ylabel(f"TFLOP/s on {gpu}")
-    panels[0].legend()
-    figure.tight_layout()
-    figure.savefig(folder / "attention_hopper.png", dpi=120)
+    cells = [bench_hopper_shape(N, D, causal, names) for D, causal in KINDS for N in BENCH_LENGTHS]
+    table = save_table(cells, folder / "attention_hopper.csv")
+    draw_attention(folder / "attention_hopper.png", table, "hopper_flash_attention", names)
 
 
 def shape_to_measure(text):
@@ -862,9 +738,8 @@ def shape_to_measure(text):
 
 
 def peers_to_measure(text):
-    """Names of the peers that contain one of the comma-separated words; none for an empty text."""
-    words = [word.lower() for word in text.split(",") if word]
-    return [name for name in BENCH_PEERS if any(word in name.lower() for word in words)]
+    """The comma-separated words, in lower case; none for an empty text."""
+    return [word.lower() for word in text.split(",") if word]
 
 
 if __name__ == "__main__":
@@ -873,11 +748,13 @@ if __name__ == "__main__":
     parser.add_argument("--out", help="folder for the .csv and .png (default: benchmarks/<gpu>)")
     parser.add_argument("--only", type=shape_to_measure, metavar="D,CAUSAL,N", help="as 128,1,4096")
     parser.add_argument(
-        "--peers", type=peers_to_measure, default=list(BENCH_PEERS), metavar="NAME,...",
+        "--peers", type=peers_to_measure, metavar="NAME,...",
         help="only peers whose names contain one of these, as cudnn,cute",
     )  # fmt: skip
     options = parser.parse_args()
     if options.bench:
+        # Only --bench needs this repository beside the script.
+        sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
         bench_hopper(options.out, options.only, options.peers)
     else:
         section_21_2_hopper()

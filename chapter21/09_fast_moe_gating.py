@@ -13,10 +13,10 @@ Rungs 3 and 4 choose on the logits; 1 and 2 on probabilities, which tie where th
 When the weights are renormalised the sum S over all experts cancels, e^a / S / (e^a / S + e^b / S),
 so only the k terms picked are computed.
 
-To sort all E logits would be too much arithmetic for one thread, so rung 4 works in two steps. The
-k best logits lie in the k groups of V neighbours, V = 2 or 4, with the k best maxima. A maximum is
-one cheap operation per logit; what is left for the sorting network is E / V maxima, and then of the
-best group k candidates at most, of the next k - 1, of the last 1.
+To sort more than 16 logits is too much for one thread, so rung 4 then works in two steps. The k
+best logits lie in the k groups of V neighbours, V = 2 or 4, with the k best maxima. A maximum is
+one cheap operation per logit; what is left for the sorting network is E / V maxima, at most 32 at a
+time, and then the members of those k groups: all V of the best one, but only 1 of the k-th.
 
     python 09_fast_moe_gating.py                     checks, on small sizes
     python 09_fast_moe_gating.py --bench [--out DIR] a table beside other libraries
@@ -577,20 +577,13 @@ def bench_time(run, sets, graph=True):
 
     graph: all runs in one CUDA graph, where none waits for Python.
     """
+    from harness.bench import graph_ms, median_ms
 
     def run_all():
         for tensors in sets:
             run(*tensors)
 
-    run_all()
-    if graph:
-        torch.cuda.synchronize()
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
-            run_all()
-        run_all = captured.replay
-    median = triton.testing.do_bench(run_all, warmup=5, rep=25, return_mode="median")
-    return 1e3 * median / len(sets)
+    return 1e3 * (graph_ms if graph else median_ms)(run_all) / len(sets)
 
 
 def bench_right(x, weights, ids, rtol):
@@ -646,6 +639,8 @@ def bench_cell(M, E, k, dtype, peers):
 
 def bench_ladder():
     """Fractions of the copy's speed, 1048576 x 256 float32, k = 8, for the docstring's table."""
+    from harness.bench import median_ms
+
     M, E, k = 1048576, 256, 8
     x = torch.randn(M, E, device=DEVICE)
     weights = torch.empty(M, k, device=DEVICE)
@@ -659,30 +654,15 @@ def bench_ladder():
         "logit and id in one number": lambda: launch_packed(x, weights, ids),
         "one token per thread": lambda: launch_network(x, weights, ids),
     }
-    time = {name: triton.testing.do_bench(f, return_mode="median") for name, f in time.items()}
+    time = {name: median_ms(f) for name, f in time.items()}
     return {name: time["copy"] / ms for name, ms in time.items()}
 
 
-def bench(folder):
-    """Print the table; write gating.csv and gating.png into folder, or benchmarks/<gpu>."""
-    if DEVICE == "cpu":
-        raise SystemExit("--bench needs a GPU and TRITON_INTERPRET unset")
-    import datetime
-    import pathlib
+def bench(out):
+    """Print the table; write gating.csv and gating.png into out, or benchmarks/<gpu>."""
+    from harness.bench import draw, results_folder, save_table
 
-    # Only the table and the plot need these two.
-    import matplotlib
-    import pandas
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    gpu = torch.cuda.get_device_name()
-    if folder is None:
-        root = pathlib.Path(__file__).resolve().parent.parent
-        folder = root / "benchmarks" / gpu.lower().replace(" ", "-")
-    folder = pathlib.Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = results_folder(out)
     for name, fraction in bench_ladder().items():
         print(f"1048576 x 256 float32, k = 8, {name}: {fraction:.3f} of copy", flush=True)
     peers = bench_peers()
@@ -694,26 +674,23 @@ def bench(folder):
                     cells.append(bench_cell(M, E, k, dtype, peers))
                     of_copy = cells[-1]["of copy"]
                     print(f"{M} x {E} {str(dtype)[6:]} {k}: {of_copy:.3f}", file=sys.stderr)
-    table = pandas.DataFrame(cells)
-    print(table.round(3).to_string(index=False))
-    table["GPU"], table["torch"], table["triton"] = gpu, torch.__version__, triton.__version__
-    table["date"] = datetime.date.today().isoformat()
-    table.to_csv(folder / "gating.csv", index=False, float_format="%.5g")
+    table = save_table(cells, folder / "gating.csv")
 
-    figure, panels = pyplot.subplots(1, 2, figsize=(12, 4.5), sharey=True)
-    many = table[table["tokens"] == 1048576]
-    for panel, (dtype, part) in zip(panels, many.groupby("dtype", sort=False), strict=True):
-        for k, line in part.groupby("k"):
-            panel.plot(line["experts"], line["of copy"], "o-", label=f"k = {k}")
-        for name, style in zip(peers, ("k:", "k--", "k-."), strict=False):
-            line = part[(part["k"] == 8) & part[f"{name} / ours"].notna()]
-            panel.plot(line["experts"], line["of copy"] / line[f"{name} / ours"], style, label=name)
-        panel.set(xscale="log", xlabel="experts", title=f"gating, {dtype}, {gpu}")
-    panels[0].set_ylim(bottom=0)  # of all panels, now that all lines are drawn
-    panels[0].set_ylabel("fraction of a copy's speed, 1048576 tokens (peers: k = 8)")
-    panels[0].legend()
-    figure.tight_layout()
-    figure.savefig(folder / "gating.png", dpi=120)
+    def plot(axes):
+        many = table[table["tokens"] == 1048576]
+        for panel, (dtype, part) in zip(axes, many.groupby("dtype", sort=False), strict=True):
+            for k, line in part.groupby("k"):
+                panel.plot(line["experts"], line["of copy"], "o-", label=f"k = {k}")
+            for name, style in zip(peers, ("k:", "k--", "k-."), strict=False):
+                line = part[(part["k"] == 8) & part[f"{name} / ours"].notna()]
+                speed = line["of copy"] / line[f"{name} / ours"]
+                panel.plot(line["experts"], speed, style, label=name)
+            panel.set(
+                xscale="log", xlabel="experts", title=f"gating, {dtype}, {part['GPU'].iloc[0]}"
+            )
+        axes[0].set_ylabel("fraction of a copy's speed, 1048576 tokens (peers: k = 8)")
+
+    draw(folder / "gating.png", 2, plot)
 
 
 if __name__ == "__main__":
@@ -724,6 +701,8 @@ if __name__ == "__main__":
     parser.add_argument("--out", help="folder for gating.csv and .png (default: benchmarks/<gpu>)")
     options = parser.parse_args()
     if options.bench:
+        # Only --bench needs this repository beside the script.
+        sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
         bench(options.out)
     else:
         section_21_3_fast()

@@ -83,7 +83,7 @@ def test_the_command_line(module):
     for wrong in "128,1", "80,0,4096", "64,0,100":
         with pytest.raises(ValueError):
             module.shape_to_measure(wrong)
-    assert module.peers_to_measure("cudnn,CuTe") == ["SDPA cuDNN", "flash-attn CuTe"]
+    assert module.peers_to_measure("cudnn,CuTe") == ["cudnn", "cute"]
     assert module.peers_to_measure("") == []
 
 
