@@ -248,7 +248,7 @@ def resident(itemsize):
     """How many programs of rung 5 the GPU runs at the same time."""
     if DEVICE == "cpu" or torch.version.hip is not None:
         return 1
-    gpu = torch.cuda.get_device_properties(0)
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
     threads = min(REGISTERS // split(itemsize)[1], gpu.max_threads_per_multi_processor)
     return threads // (4 * 32) * gpu.multi_processor_count
 
@@ -278,6 +278,7 @@ def choose_rung(T, itemsize):
     """The launcher for rows of T columns."""
     if T <= IN_REGISTERS:
         return launch_rows
+    # Room for two rows' programs: then two launches at the same time end, too.
     if 2 * triton.cdiv(T, split(itemsize)[0]) <= resident(itemsize):
         return launch_split_row
     return launch_two_pass

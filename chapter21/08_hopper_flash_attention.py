@@ -24,8 +24,8 @@ N = 512, D = 128 it reaches 563, rung 2 411. Rung 4 is used where it was faster 
 is D = 64, causal, from N = 2048 on.
 
 If causal, tiles differ in length, but if M = N the longest and the shortest of a head have together
-as many blocks as the second longest and the second shortest: a program takes them in such pairs, in
-rungs 1 and 2 too. A middle tile is dealt out singly, as all are if not causal.
+as many blocks, to within one, as the second longest and the second shortest: a program takes them
+in such pairs, in rungs 1 and 2 too. A middle tile is dealt out singly, as all are if not causal.
 
 One program is a producer warp and NUM_WG consumer warpgroups of 4 warps. A warpgroup owns 64
 queries; all share the tiles of k and v. A warpgroup works on one stream of blocks, tile of queries
@@ -146,7 +146,7 @@ def find_tile(
     programs = gl.num_programs(0)
     i = (t - paired) * programs + programs - 1 - gl.program_id(0)
     if CAUSAL:
-        # If M = N, tiles m and num_m - 1 - m have together as many blocks as any other such pair.
+        # If M = N, tiles m and num_m - 1 - m have about as many blocks as any other such pair.
         half = gl.maximum(num_m // 2, 1)
         pair = t // 2 * programs + gl.program_id(0)
         m = pair % half

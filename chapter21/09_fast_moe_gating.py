@@ -38,7 +38,7 @@ import triton
 import triton.language as tl
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# GPUs with a double-precision unit as wide as the others' (V100, A100, H100, H200, B200).
+# GPUs whose double-precision unit is half as wide as the other (V100, A100, H100, H200, B200).
 FAST_DOUBLES = ((7, 0), (8, 0), (9, 0), (10, 0))
 
 
@@ -88,7 +88,7 @@ def pack(x, index, KEY: tl.constexpr):
     A float's bits, read as an integer, sort like the float if it is positive, and backwards if
     not. The id goes below them, where bfloat16 and float16 have zeros (KEY int32), or into a
     second word (int64, or the low word of a float64, whose high word sorts as a float does).
-    NaN, of either sign, sorts above infinity.
+    NaN, of either sign, sorts no lower than infinity.
     """
     # Adding 0.0 makes -0.0 a 0.0, which it must tie with.
     x += 0.0
@@ -304,10 +304,11 @@ def network_kernel(
             # A short rest is little to hold: it arrives while the network sorts.
             rest = load_groups(rows_ptr, there, LAST, ALL - LAST, E, V, REST)
         best = best_groups(x, 0, min(GROUPS, ALL), k, V, GROUPS, KEY)
-        for start in range(GROUPS, LAST, GROUPS):
-            x = load_groups(rows_ptr, there, start, GROUPS, E, V, GROUPS)
-            more = best_groups(x, start, GROUPS, k, V, GROUPS, KEY)
-            best = merge(best, more, len(best))[:k]
+        if LAST > GROUPS:  # a loop is compiled even if it has nothing to do
+            for start in range(GROUPS, LAST, GROUPS):
+                x = load_groups(rows_ptr, there, start, GROUPS, E, V, GROUPS)
+                more = best_groups(x, start, GROUPS, k, V, GROUPS, KEY)
+                best = merge(best, more, len(best))[:k]
         if LAST > 0:
             if REST == GROUPS:
                 rest = load_groups(rows_ptr, there, LAST, ALL - LAST, E, V, REST)
@@ -422,8 +423,9 @@ def launch_network(x, weights, ids, renormalize=True, counts=None):
     if counts is not None:
         # Few programs with many tiles each, as every program adds its counts to the others'.
         programs = min(TILES, 2 if DEVICE == "cpu" else 32 // warps * multiprocessors())
+    stride = x.stride(0) if M > 1 else E  # of one row it may be any number
     network_kernel[(programs,)](
-        x, weights, ids, counts, M, TILES, x.stride(0), E, k, V, GROUPS,
+        x, weights, ids, counts, M, TILES, stride, E, k, V, GROUPS,
         triton.next_power_of_2(rest), ROWS, key_type(x.dtype), renormalize,
         0 if counts is None else triton.next_power_of_2(E + 1),
         num_warps=warps,
@@ -431,7 +433,7 @@ def launch_network(x, weights, ids, renormalize=True, counts=None):
 
 
 def multiprocessors():
-    return torch.cuda.get_device_properties(0).multi_processor_count
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
 
 
 def moe_topk_gating(logits, k, renormalize=True, counts=None):
@@ -442,6 +444,7 @@ def moe_topk_gating(logits, k, renormalize=True, counts=None):
     the lowest first. 1 <= k <= 16. renormalize: a token's weights sum to 1; else they are the
     probabilities among all E. counts [E] int32: the number of tokens that chose each expert is
     added to it. A row with a NaN or inf, or of nothing but -inf, gets NaN weights and valid ids.
+    The kernel is compiled anew for every E, k and stride of rows.
     Raises TypeError for logits of another dtype, ValueError for another shape, k, counts or device,
     or if logits requires grad.
     """
@@ -473,20 +476,23 @@ def moe_topk_gating(logits, k, renormalize=True, counts=None):
     ids = torch.empty(M, k, dtype=torch.int32, device=logits.device)
     if M == 0:
         return weights, ids
-    if E > 1 and logits.stride(1) != 1 or logits.stride(0) >= 2**24:
-        # The second, as offsets within a tile of tokens are 32-bit numbers.
+    # The second, as offsets within a tile of tokens are 32-bit numbers.
+    if E > 1 and logits.stride(1) != 1 or M > 1 and logits.stride(0) >= 2**24:
         logits = logits.contiguous()
     launch_network(logits, weights, ids, renormalize, counts)
     return weights, ids
 
 
 def gpu_only_launches():
-    """The network with keys of int64, for GPUs whose double-precision unit is narrow."""
+    """Keys of int64, for GPUs whose double-precision unit is narrow, and shapes the checks lack."""
     x = torch.empty(33, 8)
     weights, ids = torch.empty(33, 2), torch.empty(33, 2, dtype=torch.int32)
     network_kernel[(1,)](
         x, weights, ids, None, 33, 1, 8, 8, 2, 1, 8, 8, 128, tl.int64, True, 0, num_warps=4
     )
+    for E, k in (17, 10), (300, 3):  # more picks than groups; three loads of groups
+        weights, ids = torch.empty(33, k), torch.empty(33, k, dtype=torch.int32)
+        launch_network(torch.empty(33, E, dtype=torch.bfloat16), weights, ids)
 
 
 def gating_spec(logits, k, renormalize=True):

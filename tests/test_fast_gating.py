@@ -30,7 +30,8 @@ def assert_gated(fast, x, k, renormalize=True, **options):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "M, E, k",
-    [(1, 1, 1), (5, 3, 2), (37, 7, 7), (40, 8, 2), (33, 16, 16), (3, 17, 3), (2, 64, 8)]
+    [(1, 1, 1), (5, 3, 2), (37, 7, 7), (40, 8, 2), (33, 16, 16), (3, 17, 3), (3, 17, 10)]
+    + [(3, 30, 16), (2, 64, 8)]
     + [(3, 100, 6), (33, 160, 4), (4, 160, 5), (2, 384, 1), (2, 256, 16), (2, 1023, 2)]
     + [(2, 1024, 2)],
 )
@@ -101,8 +102,10 @@ def test_known_weights(fast):
 
 def test_strided_rows_and_columns(fast):
     buffer = randn(9, 200)
+    alone = buffer.as_strided((1, 70), (2**31, 1))
     for x in (buffer[:, 3:67], buffer[:, 4:12], buffer.t()[:70], buffer[:1, :70].expand(3, 70)):
         assert_gated(fast, x, 3)
+    assert_gated(fast, alone, 3)
     assert [t.shape for t in fast.moe_topk_gating(buffer[:0].to(fast.DEVICE), 2)] == [(0, 2)] * 2
 
 
