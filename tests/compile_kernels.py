@@ -63,7 +63,7 @@ def stack(compiled):
 @contextlib.contextmanager
 def unpatched_language():
     """Undo what the interpreter patches in triton.language, for the next compilation."""
-    owners = [tl, tl.core, tl.math, tl.tensor, tl.core.tensor]
+    owners = [tl, tl.core, tl.math, tl.tensor, tl.core.tensor, tl.core.dtype]
     owners += [owner for name in ("tensor_descriptor", "tensor_descriptor_base")
                if (owner := getattr(tl.core, name, None))]  # fmt: skip
     before = [(owner, dict(vars(owner))) for owner in owners]

@@ -125,6 +125,17 @@ def test_row_offsets_past_2_to_the_31(fast):
     assert_gated(fast, x, 2)
 
 
+def test_a_triton_that_cannot_compile_it(fast, monkeypatch, capsys):
+    monkeypatch.setattr(fast, "DEVICE", "cuda")
+    monkeypatch.setattr(fast.triton, "__version__", "3.4.0")
+    assert fast.too_old() == "needs triton 3.5 or newer on a GPU, this is triton 3.4.0"
+    with pytest.raises(SystemExit, match="77"):
+        fast.section_21_3_fast()
+    assert capsys.readouterr() == ("", f"skipped: {fast.too_old()}\n")
+    monkeypatch.setattr(fast.triton, "__version__", "3.5.0")
+    assert fast.too_old() == ""
+
+
 def test_what_it_refuses(fast):
     x = randn(4, 8).to(fast.DEVICE)
     for bad in (x.int(), x.double()):
