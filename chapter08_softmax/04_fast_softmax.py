@@ -224,18 +224,20 @@ def launch_rows(x, z):
     N0, T = x.shape
     columns, EDGE = triton.next_power_of_2(T), edge_width(x, z)
     # A row of 5003 would leave two fifths of 8192 columns empty, but a fifth of 3 x 2048.
-    PARTS = 3 if columns >= 4096 and T <= columns // 4 * 3 else 1
+    PARTS, BLOCK = 1, columns
+    if columns >= 4096 and T <= columns // 4 * 3:
+        PARTS, BLOCK = 3, columns // 4
     ROWS = max(1, 1024 // columns)
     # Measured: about 1024 elements per warp, twice that where an element has 2 bytes.
     warps = max(1, columns // 1024)
     options = {}
     if x.element_size() == 2 and columns >= 8192:
         warps //= 2
-        if T == 16384 and not EDGE and DEVICE == "cuda" and torch.version.hip is None:
+        if BLOCK == 16384 and not EDGE and DEVICE == "cuda" and torch.version.hip is None:
             options["maxnreg"] = 80  # so that three programs fit a multiprocessor, not two
     rows_kernel[(triton.cdiv(N0, ROWS),)](
-        x, z, N0, T, x.stride(0), z.stride(0),
-        ROWS, columns if PARTS == 1 else columns // 4, PARTS, EDGE, num_warps=warps, **options,
+        x, z, N0, T, x.stride(0), z.stride(0), ROWS, BLOCK, PARTS, EDGE,
+        num_warps=warps, **options,
     )  # fmt: skip
 
 
