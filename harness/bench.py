@@ -1,6 +1,7 @@
 """What the fast scripts' --bench share: results on disk, timing, attention's inputs and peers."""
 
 import datetime
+import functools
 import math
 import os
 import pathlib
@@ -106,10 +107,6 @@ def sdpa(q, k, v, causal, backend="FLASH_ATTENTION"):
     return run
 
 
-def cudnn(q, k, v, causal):
-    return sdpa(q, k, v, causal, "CUDNN_ATTENTION")
-
-
 def flex(q, k, v, causal):
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -137,7 +134,7 @@ def cute(q, k, v, causal):
 # Each prepares a peer: it gives a function without arguments that gives [B, H, N, D].
 ATTENTION_PEERS = {
     "SDPA FlashAttention-2": sdpa,
-    "SDPA cuDNN": cudnn,
+    "SDPA cuDNN": functools.partial(sdpa, backend="CUDNN_ATTENTION"),
     "FlexAttention": flex,
     "flash-attn CuTe": cute,
 }

@@ -4,6 +4,7 @@ import contextlib
 import math
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,8 +33,7 @@ def bench(script):
 def one_ms(bench, monkeypatch):
     """Whatever is measured takes 1 ms; graphs run when they are captured."""
     monkeypatch.setattr(bench.triton.testing, "do_bench", lambda run, **options: (run(), 1.0)[1])
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: torch.nn.Module())
-    monkeypatch.setattr(torch.nn.Module, "replay", lambda self: None, raising=False)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
     monkeypatch.setattr(torch.cuda, "graph", lambda graph: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
 
