@@ -8,12 +8,15 @@ of its speed on an H200 (4.15 TB/s) for float32 rows (--bench prints every lengt
     3  short rows: several rows per program    1.01  of 256: no program is left with little to do
     4  middle rows: one row in registers       0.99  of 16384: x is read once
     5  long rows: a row split over programs    0.97  of 131072: x is read once, nobody holds it all
+    6  its pieces wait in shared memory        0.98  of 131072: more bytes are on their way
 
-Rung 5 rests on what online softmax is about: the maximum and sum of a piece can be merged with
-those of the other pieces. A row's programs exchange these two numbers while the pieces stay in
-registers. They wait for one another, so all of a row must run at the same time; the interpreter
-runs them one by one and therefore takes rung 2 instead. Many small programs that end do better here
-than few that go on to the next piece, at least in float32: while some wait, others load.
+Rungs 5 and 6 rest on what online softmax is about: the maximum and sum of a piece can be merged
+with those of the other pieces. A row's programs exchange these two numbers while each keeps its
+piece: they wait for one another, so all of a row must run at the same time. The interpreter runs
+them one by one and therefore takes rung 2 instead. Rung 6 needs a Hopper GPU or a newer one; in
+bfloat16, where rung 5 has registers for fewer pieces at a time, it is 0.97 to rung 5's 0.90. Many
+small programs that end do better here than few that go on to the next piece: while some wait,
+others load.
 
     python 04_fast_softmax.py                     checks, on small sizes
     python 04_fast_softmax.py --bench [--out DIR] a table beside other libraries
@@ -33,6 +36,16 @@ if DEVICE == "cpu":
 
 import triton
 import triton.language as tl
+
+try:
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+    # The older name is gone from triton 3.9.
+    copy_in = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+except ImportError:  # no Gluon, or another one: then rung 6 is defined, but cannot run
+    gluon, gl, copy_in = triton, tl, None
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 IN_REGISTERS = 16384  # the longest row that one program holds
@@ -68,17 +81,17 @@ def two_pass_kernel(x_ptr, z_ptr, T, x_stride, z_stride, B1: tl.constexpr):
 
 
 @triton.jit
-def split_edges(start, T, EDGE: tl.constexpr):
+def split_edges(start, T, i, EDGE: tl.constexpr):
     """Where a row's 16-byte groups begin and how many columns they hold; the columns beside them.
 
     A row that starts anywhere cannot be loaded 16 bytes at a time, but all of it except its edges
-    can: fewer than EDGE columns before its first aligned address and after its last.
+    can: fewer than EDGE columns before its first aligned address and after its last. i: 2 * EDGE
+    numbers from 0 on.
     """
     head = (EDGE - start % EDGE) % EDGE
     body = (T - head) // EDGE * EDGE
     # Written as a multiple of EDGE, so that the compiler sees the alignment.
     aligned = (start + EDGE - 1) // EDGE * EDGE
-    i = tl.arange(0, 2 * EDGE)[None, :]
     cols = tl.where(i < EDGE, i, head + body + i - EDGE)
     return aligned, body, cols, tl.where(i < EDGE, i < head, cols < T)
 
@@ -112,7 +125,8 @@ def rows_kernel(
     x_at, z_at = rows * x_stride, rows * z_stride
     body = T
     if EDGE:
-        x_aligned, body, edge_cols, edge_mask = split_edges(x_at, T, EDGE)
+        i = tl.arange(0, 2 * EDGE)[None, :]
+        x_aligned, body, edge_cols, edge_mask = split_edges(x_at, T, i, EDGE)
         edges = load_rows(x_ptr, x_at, edge_cols, edge_mask, rows, N0)
         z_edges = z_ptr + z_at + edge_cols
         x_at, z_at = x_aligned, (z_at + EDGE - 1) // EDGE * EDGE
@@ -146,6 +160,32 @@ def rows_kernel(
 
 
 @triton.jit
+def exchange(words_ptr, row, PIECES, slots, piece_max, piece_sum):
+    """Tell the row's other programs this piece's maximum and sum; the row's maximum, and 1 / sum.
+
+    slots: numbers from 0 on, at least PIECES of them.
+    """
+    # Publish both numbers in one 64-bit word, which nobody can see half written. It is its own
+    # flag: a maximum of 0 comes with a sum of 1 or more, so the word is never 0.
+    high = piece_max.to(tl.int32, bitcast=True).to(tl.int64) << 32
+    low = piece_sum.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    tl.atomic_xchg(words_ptr + tl.program_id(0), high | low, sem="relaxed")
+
+    # Wait for the row's words; those that have come are not loaded again.
+    row_words = words_ptr + row * PIECES + slots
+    words = tl.load(row_words, mask=slots < PIECES, other=1, volatile=True)
+    while tl.min((words != 0).to(tl.int32), axis=0) == 0:
+        words = tl.load(row_words, mask=words == 0, other=words, volatile=True)
+
+    # Merge: every sum is relative to its own maximum and is made relative to the row's.
+    maxima = (words >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    maxima = tl.where(slots < PIECES, maxima, float("-inf"))
+    sums = tl.where(slots < PIECES, words.to(tl.int32).to(tl.float32, bitcast=True), 0.0)
+    row_max = tl.max(maxima, axis=0)
+    return row_max, 1.0 / tl.sum(sums * exp_approx(maxima - row_max), axis=0)
+
+
+@triton.jit
 def split_row_kernel(
     x_ptr, z_ptr, words_ptr, T, x_stride, z_stride, PIECES, SIZE,
     BLOCK: tl.constexpr, SLOTS: tl.constexpr, EDGE: tl.constexpr,
@@ -160,7 +200,8 @@ def split_row_kernel(
     piece = tl.program_id(0) % PIECES
     x_at, z_at, body = row * x_stride, row * z_stride, T
     if EDGE:
-        x_aligned, body, edge_cols, edge_mask = split_edges(x_at, T, EDGE)
+        i = tl.arange(0, 2 * EDGE)
+        x_aligned, body, edge_cols, edge_mask = split_edges(x_at, T, i, EDGE)
         x_edges, z_edges = x_ptr + x_at + edge_cols, z_ptr + z_at + edge_cols
         # The row's first piece takes the edges at both ends.
         edge_mask = edge_mask & (piece == 0)
@@ -180,39 +221,115 @@ def split_row_kernel(
     if EDGE:
         piece_sum += tl.sum(exp_approx(edges - shift))
 
-    # Publish both numbers in one 64-bit word, which nobody can see half written. It is its own
-    # flag: a maximum of 0 comes with a sum of 1 or more, so the word is never 0.
-    high = piece_max.to(tl.int32, bitcast=True).to(tl.int64) << 32
-    low = piece_sum.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
-    tl.atomic_xchg(words_ptr + tl.program_id(0), high | low, sem="relaxed")
-
-    # Wait for the row's words; those that have come are not loaded again.
-    slots = tl.arange(0, SLOTS)
-    row_words = words_ptr + row * PIECES + slots
-    words = tl.load(row_words, mask=slots < PIECES, other=1, volatile=True)
-    while tl.min((words != 0).to(tl.int32)) == 0:
-        words = tl.load(row_words, mask=words == 0, other=words, volatile=True)
-
-    # Merge: every sum is relative to its own maximum and is made relative to the row's.
-    maxima = (words >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-    maxima = tl.where(slots < PIECES, maxima, float("-inf"))
-    sums = tl.where(slots < PIECES, words.to(tl.int32).to(tl.float32, bitcast=True), 0.0)
-    row_max = tl.max(maxima)
-    scale = 1.0 / tl.sum(sums * exp_approx(maxima - row_max))
+    row_max, scale = exchange(words_ptr, row, PIECES, tl.arange(0, SLOTS), piece_max, piece_sum)
     z = exp_approx(x.to(tl.float32) - row_max) * scale
     tl.store(z_ptr + z_at + first + cols, z, mask=mask)
     if EDGE:
         tl.store(z_edges, exp_approx(edges - row_max) * scale, mask=edge_mask)
 
 
-def edge_width(x, z):
-    """Columns in 16 bytes if rows start unaligned, 0 if they are aligned or cannot be split."""
-    T, width = x.shape[1], 16 // x.element_size()
+@triton.jit
+def clear_kernel(words_ptr, N, BLOCK: tl.constexpr):
+    """Zeros, while the next kernel already loads."""
+    tl.extra.cuda.gdc_launch_dependents()
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(words_ptr + i, tl.zeros((BLOCK,), tl.int64), mask=i < N)
+
+
+@gluon.jit
+def larger(a, b):
+    """The larger of two; of 16-bit numbers, stored in pairs, one instruction compares a pair."""
+    if a.dtype == gl.float32:
+        return gl.maximum(a, b)
+    elif a.dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "max.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=a.dtype, is_pure=True, pack=2
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            "max.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=a.dtype, is_pure=True, pack=2
+        )
+
+
+@gluon.jit
+def split_row_shared_kernel(
+    x_ptr, z_ptr, words_ptr, T, x_stride, z_stride, PIECES, BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr, SLOTS: tl.constexpr, EDGE: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """Rung 6: as rung 5, but a piece waits in shared memory, of which a Hopper has 228 KiB.
+
+    Copies to it need no registers either, so more bytes are on their way. In Gluon, where a layout
+    says which thread holds what: here each reads just what it copied itself.
+    """
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    blocked: tl.constexpr = gl.BlockedLayout([BLOCK // (32 * WARPS)], [32], [WARPS], [0])
+    single: tl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    row = (gl.program_id(0) // PIECES).to(gl.int64)
+    piece = gl.program_id(0) % PIECES
+    x_at, z_at, body = row * x_stride, row * z_stride, T
+    if EDGE:
+        i = gl.arange(0, 2 * EDGE, single)
+        x_aligned, body, edge_cols, edge_mask = split_edges(x_at, T, i, EDGE)
+        x_edges, z_edges = x_ptr + x_at + edge_cols, z_ptr + z_at + edge_cols
+        edge_mask = edge_mask & (piece == 0)
+        edges = gl.load(x_edges, mask=edge_mask, other=float("-inf")).to(gl.float32)
+        x_at, z_at = x_aligned, (z_at + EDGE - 1) // EDGE * EDGE
+    first = piece * (BLOCKS * BLOCK)
+    size = gl.maximum(gl.minimum(BLOCKS * BLOCK, body - first), 0).to(gl.int32)
+    x_at, z_at = x_ptr + x_at + first, z_ptr + z_at + first
+
+    order: tl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    blocks = gl.allocate_shared_memory(dtype, [BLOCKS, BLOCK], order)
+    cols = gl.arange(0, BLOCK, blocked)
+    count = gl.cdiv(size, BLOCK)
+    for i in range(0, count):
+        inside = i * BLOCK + cols < size
+        copy_in(blocks.index(i), x_at + i * BLOCK + cols, mask=inside)
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+    if size % BLOCK != 0:
+        # -inf past the end, once, so that no block below needs a mask to be read.
+        last = blocks.index(count - 1)
+        x = last.load(blocked)
+        inside = cols + (count - 1) * BLOCK < size
+        last.store(gl.where(inside, x, float("-inf")).to(dtype))
+
+    largest = gl.full((BLOCK,), float("-inf"), dtype, blocked)
+    for i in range(0, count):
+        largest = larger(largest, blocks.index(i).load(blocked))
+    piece_max = gl.max(largest.to(gl.float32), axis=0)
+    if EDGE:
+        piece_max = gl.maximum(piece_max, gl.max(edges, axis=0))
+    shift = gl.where(piece_max == float("-inf"), 0.0, piece_max)
+    sums = gl.zeros((BLOCK,), gl.float32, blocked)
+    for i in range(0, count):
+        sums += exp_approx(blocks.index(i).load(blocked).to(gl.float32) - shift)
+    piece_sum = gl.sum(sums, axis=0)
+    if EDGE:
+        piece_sum += gl.sum(exp_approx(edges - shift), axis=0)
+
+    tl.extra.cuda.gdc_wait()  # until all words are cleared
+    slots = gl.arange(0, SLOTS, single)
+    row_max, scale = exchange(words_ptr, row, PIECES, slots, piece_max, piece_sum)
+    for i in range(0, count):
+        z = exp_approx(blocks.index(i).load(blocked).to(gl.float32) - row_max) * scale
+        gl.store(z_at + i * BLOCK + cols, z.to(dtype), mask=i * BLOCK + cols < size)
+    if EDGE:
+        gl.store(z_edges, (exp_approx(edges - row_max) * scale).to(dtype), mask=edge_mask)
+
+
+def alike(x, z, alignment=16):
+    """Are x and z unaligned by as many bytes as each other, in every row?"""
+    apart = (x.stride(0) - z.stride(0)) * x.element_size() % alignment
+    return apart == 0 and x.data_ptr() % alignment == z.data_ptr() % alignment == 0
+
+
+def edge_width(x, z, alignment=16):
+    """Columns in alignment bytes if rows are unaligned; 0 if they are not, or cannot be split."""
+    T, width = x.shape[1], alignment // x.element_size()
     if T % 16 == 0 and x.stride(0) % 16 == 0 and z.stride(0) % 16 == 0:
         return 0
-    # x and z must be unaligned by the same number of columns in every row.
-    same = (x.stride(0) - z.stride(0)) % width == 0
-    return width if same and T >= 64 and x.data_ptr() % 16 == z.data_ptr() % 16 == 0 else 0
+    return width if alike(x, z, alignment) and T >= 64 else 0
 
 
 def launch_two_pass(x, z, B1=4096):
@@ -270,18 +387,54 @@ def launch_split_row(x, z):
     )  # fmt: skip
 
 
-def gpu_only_launches():
+def launch_split_row_shared(x, z):
+    N0, T = x.shape
+    # Whole cache lines: a copy past the L1 cache would fetch those between two warps twice.
+    EDGE = edge_width(x, z, 128) or edge_width(x, z)
+    # Measured. A Hopper's multiprocessor has room for 8 programs of 26 KiB, or 6 of 32 KiB.
+    WARPS, most = (8, 32768) if x.element_size() == 2 and not EDGE else (4, 26624)
+    BLOCK = 32 * WARPS * 16 // x.element_size()
+    blocks = triton.cdiv(T, BLOCK)
+    BLOCKS = triton.cdiv(blocks, triton.cdiv(blocks, most // (32 * WARPS * 16)))
+    PIECES = triton.cdiv(blocks, BLOCKS)
+    words = torch.empty(N0 * PIECES, dtype=torch.int64, device=x.device)
+    clear_kernel[(triton.cdiv(len(words), 1024),)](words, len(words), 1024)
+    SLOTS = max(32 * WARPS, triton.next_power_of_2(PIECES))
+    # launch_pdl: it may start while clear_kernel runs.
+    split_row_shared_kernel[(len(words),)](
+        x, z, words, T, x.stride(0), z.stride(0), PIECES,
+        BLOCKS, BLOCK, SLOTS, EDGE, WARPS, num_warps=WARPS, launch_pdl=True,
+    )  # fmt: skip
+
+
+def gpu_only_launches(arch=90):
     """Launches whose programs wait for one another: they compile here, but only run on a GPU."""
     for x in (torch.empty(2, 20001), torch.empty(2, 32768, dtype=torch.bfloat16)):
         launch_split_row(x, torch.empty_like(x))
+        if arch >= 90 and copy_in is not None:
+            launch_split_row_shared(x, torch.empty_like(x))
+            launch_split_row_shared(x.half(), torch.empty_like(x).half())
 
 
-def choose_rung(T, itemsize):
-    """The launcher for rows of T columns."""
+def shared_fits(x, z):
+    """Can rung 6 run? It needs Hopper or newer, and room for two rows' programs."""
+    if DEVICE == "cpu" or torch.version.hip is not None or copy_in is None:
+        return False
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+    # A program takes up to 32 KiB, a little for reductions, and 1 KiB that CUDA keeps.
+    programs = gpu.shared_memory_per_multiprocessor // 34816 * gpu.multi_processor_count
+    return gpu.major >= 9 and alike(x, z) and 2 * triton.cdiv(x[0].nbytes, 24576) <= programs
+
+
+def choose_rung(x, z):
+    """The launcher for softmax of x's rows into z's."""
+    T = x.shape[1]
     if T <= IN_REGISTERS:
         return launch_rows
+    if shared_fits(x, z):
+        return launch_split_row_shared
     # Room for two rows' programs: then two launches at the same time end, too.
-    if 2 * triton.cdiv(T, split(itemsize)[0]) <= resident(itemsize):
+    if 2 * triton.cdiv(T, split(x.element_size())[0]) <= resident(x.element_size()):
         return launch_split_row
     return launch_two_pass
 
@@ -314,7 +467,7 @@ def fast_softmax(x, out=None):
         raise ValueError(f"out's rows must be contiguous and apart, got strides {out.stride()}")
     if x.shape[1] > 1 and x.stride(1) != 1:
         x = x.contiguous()
-    choose_rung(x.shape[1], x.element_size())(x, out)
+    choose_rung(x, out)(x, out)
     return out
 
 
@@ -358,9 +511,8 @@ def puzzle_8_fast():
     x = torch.randn(2, 20000)
     x[:, :9000] = float("-inf")
     print(f"9000 x -inf first: right? {fast_right(x)}")
-    chosen = choose_rung(20000, 4).__name__
-    skipped = "skipped here: " if chosen != "launch_split_row" else ""
-    print(f"{skipped}rung 5 (long rows took {chosen})", file=sys.stderr)
+    chosen = choose_rung(x.to(DEVICE), x.to(DEVICE)).__name__
+    print(f"rungs 5 and 6: long rows took {chosen} here", file=sys.stderr)
 
 
 BENCH_COLUMNS = (256, 1000, 1024, 4096, 5003, 16384, 50257, 65536, 128256, 131072, 262144)
@@ -407,7 +559,7 @@ def bench_cell(T, dtype, peers):
         raise RuntimeError(f"wrong result: {rows} x {T} {dtype}")
     del whole
     cell = {"rows": rows, "columns": T, "dtype": str(dtype)[6:]}
-    cell["rung"] = choose_rung(T, dtype.itemsize).__name__.removeprefix("launch_")
+    cell["rung"] = choose_rung(x, z).__name__.removeprefix("launch_")
     cell["ms"] = median_ms(lambda: fast_softmax(x, out=z))
     copy = median_ms(lambda: z.copy_(x))
     cell["GB/s"] = 2 * x.nbytes / cell["ms"] / 1e6
@@ -422,6 +574,7 @@ def bench_cell(T, dtype, peers):
         except Exception as problem:
             print(f"{name} refuses {rows} x {T}: {type(problem).__name__}", file=sys.stderr)
             cell[f"{name} / ours"] = float("nan")
+    print(f"{T} {cell['dtype']}: {cell['of copy']:.3f}", file=sys.stderr, flush=True)
     return cell
 
 
@@ -436,6 +589,7 @@ def bench_ladder():
         "two passes, 32 columns": lambda: launch_two_pass(x, z, 32),
         "two passes, 4096 columns": lambda: launch_two_pass(x, z),
         "a row split over programs": lambda: launch_split_row(x, z),
+        "its pieces in shared memory": lambda: launch_split_row_shared(x, z),
     }
     time = {name: median_ms(f) for name, f in time.items()}
     return {name: time["copy"] / ms for name, ms in time.items()}
@@ -449,11 +603,11 @@ def bench(out):
     for name, fraction in bench_ladder().items():
         print(f"rows of 131072 float32, {name}: {fraction:.3f} of copy", flush=True)
     peers = bench_peers()
-    cells = []
-    for dtype in (torch.float32, torch.bfloat16):
-        for T in BENCH_COLUMNS:
-            cells.append(bench_cell(T, dtype, peers))
-            print(f"{T} {str(dtype)[6:]}: {cells[-1]['of copy']:.3f}", file=sys.stderr, flush=True)
+    cells = (
+        bench_cell(T, dtype, peers)
+        for dtype in (torch.float32, torch.bfloat16)
+        for T in BENCH_COLUMNS
+    )
     table = save_table(cells, folder / "softmax.csv")
 
     def plot(axes):

@@ -79,7 +79,10 @@ def test_kernels_compile(name):
     rows = compile_script(ROOT / name)
     kernels = {row["kernel"] for row in rows}
     text = (ROOT / name).read_text("utf-8")
-    assert kernels == set(re.findall(r"@(?:triton|gluon)\.jit.*\ndef (\w*kernel\w*)", text))
+    named = set(re.findall(r"@(?:triton|gluon)\.jit.*\ndef (\w*kernel\w*)", text))
+    if not at_least(version("triton"), (3, 5)):  # softmax's last rung is in Gluon
+        named -= {"clear_kernel", "split_row_shared_kernel"}
+    assert kernels == named
     check(rows, ONLY.get(name, set(SHARED_LIMIT)))
 
 

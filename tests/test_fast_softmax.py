@@ -97,17 +97,90 @@ def test_what_it_refuses(fast):
             fast.fast_softmax(x, out=out)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("dtype", RTOL)
-@pytest.mark.parametrize("N0, T", [(1, 2**20), (700, 20001), (65, 131072), (9, 2**20 - 5)])
-def test_a_row_split_over_programs(fast, N0, T, dtype):
+@pytest.fixture(params=["launch_split_row", "launch_split_row_shared"])
+def split_rung(fast, request):
+    """Rungs 5 and 6, whose programs wait for one another."""
     if fast.DEVICE == "cpu":
         pytest.skip("the interpreter runs programs one by one")
-    assert fast.choose_rung(T, dtype.itemsize) is fast.launch_split_row
+    x = torch.empty(1, 20000, device=fast.DEVICE)
+    if request.param == "launch_split_row_shared" and not fast.shared_fits(x, x):
+        pytest.skip("rung 6 needs Hopper or newer")
+    return getattr(fast, request.param)
+
+
+@pytest.mark.parametrize("dtype", RTOL)
+@pytest.mark.parametrize("N0, T", [(1, 2**20), (700, 20001), (65, 131072), (9, 2**20 - 5)])
+def test_a_row_split_over_programs(fast, split_rung, N0, T, dtype):
     x = (randn(N0, T) * 5).to(dtype).cuda()
-    z = torch.full_like(x, NAN)
-    fast.fast_softmax(x, out=z)
-    assert_softmax(z, x)
-    first = z.clone()
+    first = torch.full_like(x, NAN)
+    split_rung(x, first)
+    assert_softmax(first, x)
     for _ in range(5):
-        assert torch.equal(fast.fast_softmax(x), first)
+        z = torch.full_like(x, NAN)
+        split_rung(x, z)
+        assert torch.equal(z, first)
+
+
+@pytest.mark.parametrize("dtype", RTOL)
+@pytest.mark.parametrize("T", [16385, 16400, 26625, 32769, 50257, 100003, 131073])
+def test_pieces_that_end_anywhere_and_rows_that_need_care(fast, split_rung, T, dtype):
+    x = (randn(9, T) * 5).to(dtype)
+    x[1, : T - 1] = -INF
+    x[2, 1:] = -INF
+    x[3, T // 2] = NAN
+    x[4] = -INF
+    x[5, -1] = INF
+    x[6] = torch.finfo(dtype).max
+    x[7, 0] = x[7, -1] = 100
+    x = x.cuda()
+    z = torch.full_like(x, NAN)
+    split_rung(x, z)
+    assert_softmax(z, x)
+    split_rung(x, x)
+    torch.testing.assert_close(x, z, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_split_row_touches_nothing_beside_it(fast, split_rung):
+    buffer = torch.full((7, 20200), 3.0, device="cuda", dtype=torch.bfloat16)
+    x = buffer[:, 96:20097]
+    x.copy_(randn(7, 20001))
+    want = x.clone()
+    split_rung(x, x)
+    assert_softmax(x, want)
+    assert (buffer[:, :96] == 3).all() and (buffer[:, 20097:] == 3).all()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_split_rows_in_a_graph_and_in_two_streams(fast):
+    if fast.DEVICE == "cpu":
+        pytest.skip("the interpreter runs programs one by one")
+    x = randn(500, 20001).cuda()
+    fast.fast_softmax(x)  # compile it before the graph is recorded
+    graph, out = torch.cuda.CUDAGraph(), torch.empty_like(x)
+    with torch.cuda.graph(graph):
+        fast.fast_softmax(x, out=out)
+    x.copy_(randn(500, 20001))
+    z = fast.fast_softmax(x)
+    assert_softmax(z, x)
+    for _ in range(3):
+        out.fill_(NAN)
+        graph.replay()
+        assert torch.equal(out, z)
+    streams = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    for _ in range(20):
+        outs = []
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                outs.append(fast.fast_softmax(x))
+        torch.cuda.synchronize()
+        assert all(torch.equal(out, z) for out in outs)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_rows_unaligned_in_different_ways_take_a_rung_that_can(fast):
+    if fast.DEVICE == "cpu":
+        pytest.skip("the interpreter runs programs one by one")
+    buffer = randn(5, 20010).to(torch.bfloat16).cuda()
+    for x in (buffer[:, 1:20001], buffer[:, 8:20009], buffer[:1, 3:].expand(5, -1)):
+        assert_softmax(fast.fast_softmax(x), x)
