@@ -14,7 +14,7 @@ When the weights are renormalised the sum S over all experts cancels, e^a / S / 
 so only the k terms picked are computed.
 
 To sort more than 16 logits is too much for one thread, so rung 4 then works in two steps. The k
-best logits lie in the k groups of V neighbours, V = 2 or 4, with the k best maxima. A maximum is
+best logits lie in the k groups of V neighbours, V = 2 to 8, with the k best maxima. A maximum is
 one cheap operation per logit; what is left for the sorting network is E / V maxima, at most 32 at a
 time, and then the members of those k groups: all V of the best one, but only 1 of the k-th.
 
@@ -410,7 +410,11 @@ def shape_of_network(E, k, dtype):
         return 1, 8, 128, 4  # a thread reads its own token, 16 bytes at a time
     if E <= 16:
         return 1, 16, 32, 1
-    if k == 1 and E > 256:
+    if dtype.itemsize == 2 and 300 <= E <= 384 and k > 1:
+        return 8, 32, 32, 1
+    if dtype.itemsize == 2 and E >= 256 and 1 < k <= 4:
+        return 4, 32, 128, 4
+    if k == 1 and E >= 256:
         return 4, 16, 32, 1
     return 2 if E <= 64 else 4, 32, 32, 1
 
@@ -569,7 +573,7 @@ BENCH_PICKS = (1, 2, 4, 6, 8)
 BENCH_PEER_CELLS = {
     "torch": [(E, k) for E in BENCH_EXPERTS for k in (2, 8)],
     "torch.compile": [(64, 8)],
-    "quack": [(E, k) for E in BENCH_EXPERTS for k in (4, 8)],
+    "quack": [(E, 8) for E in BENCH_EXPERTS] + [(256, 4)],
 }
 
 
@@ -657,6 +661,7 @@ def bench_cell(M, E, k, dtype, peers):
         except Exception as problem:
             print(f"{name} refuses {M} x {E}, k = {k}: {repr(problem)[:100]}", file=sys.stderr)
             cell[f"{name} / ours"] = float("nan")
+    print(f"{M} x {E} {cell['dtype']} {k}: {cell['of copy']:.3f}", file=sys.stderr, flush=True)
     return cell
 
 
@@ -689,14 +694,13 @@ def bench(out):
     for name, fraction in bench_ladder().items():
         print(f"1048576 x 256 float32, k = 8, {name}: {fraction:.3f} of copy", flush=True)
     peers = bench_peers()
-    cells = []
-    for dtype in (torch.float32, torch.bfloat16):
-        for M in (1048576, 4096):
-            for E in BENCH_EXPERTS:
-                for k in BENCH_PICKS:
-                    cells.append(bench_cell(M, E, k, dtype, peers))
-                    of_copy = cells[-1]["of copy"]
-                    print(f"{M} x {E} {str(dtype)[6:]} {k}: {of_copy:.3f}", file=sys.stderr)
+    cells = (
+        bench_cell(M, E, k, dtype, peers)
+        for dtype in (torch.float32, torch.bfloat16)
+        for M in (1048576, 4096)
+        for E in BENCH_EXPERTS
+        for k in BENCH_PICKS
+    )
     table = save_table(cells, folder / "gating.csv")
 
     def plot(axes):
