@@ -406,7 +406,7 @@ def bench_scalar_attention(out):
     limit = bench_exponential_limit()
     print(f"the exponential units' limit: {limit / 1e12:.2f} T exp/s")
     bench_scalar_ladder(limit)
-    cells = [bench_scalar_cell(N, limit) for N in BENCH_SIZES]
+    cells = (bench_scalar_cell(N, limit) for N in BENCH_SIZES)
     table = save_table(cells, folder / "scalar_attention.csv")
 
     def plot(axes):

@@ -547,12 +547,12 @@ def bench_attention(out):
     folder = results_folder(out)
     for name, (full, causal) in bench_rungs().items():
         print(f"{name:28}{full:8.1f} TFLOP/s{causal:8.1f} causal", flush=True)
-    cells = [
+    cells = (
         bench_shape(N, D, causal)
         for D in (64, 128)
         for causal in (False, True)
         for N in BENCH_LENGTHS
-    ]
+    )
     table = save_table(cells, folder / "attention.csv")
     draw_attention(folder / "attention.png", table, "fast_flash_attention", attention_peers())
 

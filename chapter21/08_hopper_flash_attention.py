@@ -724,7 +724,7 @@ def bench_hopper(out, only, peers):
     folder = results_folder(out)
     print("TFLOP/s, N = 4096: D = 128 full, D = 128 causal, D = 64 causal")
     bench_hopper_rungs()
-    cells = [bench_hopper_shape(N, D, causal, names) for D, causal in KINDS for N in BENCH_LENGTHS]
+    cells = (bench_hopper_shape(N, D, causal, names) for D, causal in KINDS for N in BENCH_LENGTHS)
     table = save_table(cells, folder / "attention_hopper.csv")
     draw_attention(folder / "attention_hopper.png", table, "hopper_flash_attention", names)
 

@@ -32,15 +32,24 @@ def results_folder(out=None):
 
 
 def save_table(cells, path):
-    """Print cells, a list of dicts; write them to path with GPU, versions and date. A DataFrame."""
+    """Write cells, an iterable of dicts, to path with GPU, versions and date; print. A DataFrame.
+
+    Until the last has come they are in path.part: an interrupted run keeps what it has measured,
+    and leaves the table of an earlier one alone.
+    """
     import pandas
 
-    table = pandas.DataFrame(cells)
-    print(table.to_string(index=False, float_format=lambda x: f"{x:.4g}"))
-    table["GPU"] = torch.cuda.get_device_name()
-    table["torch"], table["triton"] = torch.__version__, triton.__version__
-    table["date"] = datetime.date.today().isoformat()
-    table.to_csv(path, index=False, float_format="%.5g")
+    part, measured = path.with_name(path.name + ".part"), []
+    for cell in cells:
+        measured.append(cell)
+        table = pandas.DataFrame(measured)
+        table["GPU"] = torch.cuda.get_device_name()
+        table["torch"], table["triton"] = torch.__version__, triton.__version__
+        table["date"] = datetime.date.today().isoformat()
+        table.to_csv(part, index=False, float_format="%.5g")
+    part.replace(path)
+    shown = table.drop(columns=["GPU", "torch", "triton", "date"])
+    print(shown.to_string(index=False, float_format=lambda x: f"{x:.4g}"))
     return table
 
 

@@ -104,9 +104,25 @@ def test_tables_and_plots_on_disk(bench, tmp_path, monkeypatch, capsys):
         for causal in (False, True)
         for N in (512, 1024)
     ]
-    table = bench.save_table(cells, tmp_path / "attention.csv")
+    table = bench.save_table(iter(cells), tmp_path / "attention.csv")
     written = pandas.read_csv(tmp_path / "attention.csv")
     assert len(written) == 8 and {"GPU", "torch", "triton", "date"} < set(written.columns)
     assert "SDPA cuDNN" in capsys.readouterr().out
     bench.draw_attention(tmp_path / "attention.png", table, "ours", ["SDPA cuDNN"])
     assert (tmp_path / "attention.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_interrupted_table_keeps_its_cells_and_the_table_before(bench, tmp_path, monkeypatch):
+    pandas = pytest.importorskip("pandas")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A GPU")
+    path = tmp_path / "softmax.csv"
+    bench.save_table([{"columns": 1}], path)
+
+    def interrupted():
+        yield {"columns": 2}
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        bench.save_table(interrupted(), path)
+    assert list(pandas.read_csv(path)["columns"]) == [1]
+    assert list(pandas.read_csv(tmp_path / "softmax.csv.part")["columns"]) == [2]
