@@ -321,7 +321,8 @@ def split_row_shared_kernel(
 
 def alike(x, z, alignment=16):
     """Are x and z unaligned by as many bytes as each other, in every row?"""
-    apart = (x.stride(0) - z.stride(0)) * x.element_size() % alignment
+    # The stride of one row may be any number.
+    apart = (x.stride(0) - z.stride(0)) * x.element_size() % alignment if len(x) > 1 else 0
     return apart == 0 and x.data_ptr() % alignment == z.data_ptr() % alignment == 0
 
 
@@ -410,11 +411,14 @@ def launch_split_row_shared(x, z):
 
 def gpu_only_launches(arch=90):
     """Launches whose programs wait for one another: they compile here, but only run on a GPU."""
-    for x in (torch.empty(2, 20001), torch.empty(2, 32768, dtype=torch.bfloat16)):
-        launch_split_row(x, torch.empty_like(x))
-        if arch >= 90 and copy_in is not None:
-            launch_split_row_shared(x, torch.empty_like(x))
-            launch_split_row_shared(x.half(), torch.empty_like(x).half())
+    for dtype in DTYPES:
+        for T in (20001, 32768):
+            # A GPU's tensors start at cache lines.
+            memory = torch.empty(2 * T + 128, dtype=dtype)
+            x = memory[-memory.data_ptr() % 128 // memory.element_size() :][: 2 * T].view(2, T)
+            launch_split_row(x, x)
+            if arch >= 90 and copy_in is not None:
+                launch_split_row_shared(x, x)
 
 
 def shared_fits(x, z):
@@ -443,7 +447,9 @@ def choose_rung(x, z):
 def fast_softmax(x, out=None):
     """Softmax of each row of x [N0, T], T up to 2**20, float32 inside, in x's dtype; forward only.
 
-    Rows may be strided; columns that are get copied. out: a tensor like x, or x itself.
+    Rows may be strided; columns that are get copied. out: a tensor like x, or x itself. Fastest if
+    out's rows start as far from a multiple of 128 bytes as x's do. Of calls with more than 16384
+    columns at most two may run at the same time, on two streams: their programs wait for others.
     Raises TypeError for a dtype other than float32, float16 and bfloat16, ValueError for
     another shape or device, or if x requires grad.
     """
@@ -468,7 +474,8 @@ def fast_softmax(x, out=None):
         raise ValueError(f"out's rows must be contiguous and apart, got strides {out.stride()}")
     if x.shape[1] > 1 and x.stride(1) != 1:
         x = x.contiguous()
-    choose_rung(x, out)(x, out)
+    with torch.cuda.device_of(x):
+        choose_rung(x, out)(x, out)
     return out
 
 

@@ -263,7 +263,8 @@ def fast_flashatt(q, k, v, out=None):
         )
     if q.numel() == 0 or k.numel() == 0:
         return out.zero_()
-    launch_partial_sums(q.contiguous(), k.contiguous(), v.contiguous(), out)
+    with torch.cuda.device_of(q):
+        launch_partial_sums(q.contiguous(), k.contiguous(), v.contiguous(), out)
     return out
 
 

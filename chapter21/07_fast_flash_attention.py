@@ -401,8 +401,9 @@ def fast_flash_attention(q, k, v, causal=False, scale=None, out=None):
     if not out.is_contiguous():
         raise ValueError(f"out must be contiguous, got strides {out.stride()}")
     if out.numel() > 0:
-        launch, tiles, dot = choose(q, k, v, out, architecture())
-        launch(q, k, v, out, bool(causal), float(scale), tiles, dot)
+        with torch.cuda.device_of(q):
+            launch, tiles, dot = choose(q, k, v, out, architecture())
+            launch(q, k, v, out, bool(causal), float(scale), tiles, dot)
     return out
 
 

@@ -582,7 +582,8 @@ def hopper_flash_attention(q, k, v, causal=False, scale=None):
         return torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     config = choose_config(q.shape[3], bool(causal), k.shape[2])
-    launch_hopper(q, k, v, out, bool(causal), float(scale), **config)
+    with torch.cuda.device_of(q):
+        launch_hopper(q, k, v, out, bool(causal), float(scale), **config)
     return out
 
 

@@ -410,10 +410,12 @@ def shape_of_network(E, k, dtype):
         return 1, 8, 128, 4  # a thread reads its own token, 16 bytes at a time
     if E <= 16:
         return 1, 16, 32, 1
-    if dtype.itemsize == 2 and 300 <= E <= 384 and k > 1:
-        return 8, 32, 32, 1
-    if dtype.itemsize == 2 and E >= 256 and 1 < k <= 4:
-        return 4, 32, 128, 4
+    # For other E in 16 bits, groups are loaded one logit at a time: then larger shapes spill.
+    if dtype.itemsize == 2 and E % 8 == 0:
+        if 300 <= E <= 384 and k > 1:
+            return 8, 32, 32, 1
+        if E >= 256 and 1 < k <= 4:
+            return 4, 32, 128, 4
     if k == 1 and E >= 256:
         return 4, 16, 32, 1
     return 2 if E <= 64 else 4, 32, 32, 1
@@ -493,7 +495,8 @@ def moe_topk_gating(logits, k, renormalize=True, counts=None):
     # The second, as offsets within a tile of tokens are 32-bit numbers.
     if E > 1 and logits.stride(1) != 1 or M > 1 and logits.stride(0) >= 2**24:
         logits = logits.contiguous()
-    launch_network(logits, weights, ids, renormalize, counts)
+    with torch.cuda.device_of(logits):
+        launch_network(logits, weights, ids, renormalize, counts)
     return weights, ids
 
 
