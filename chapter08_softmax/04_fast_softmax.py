@@ -161,6 +161,20 @@ def rows_kernel(
 
 
 @triton.jit
+def load_edges(x_ptr, z_ptr, x_at, z_at, T, piece, i, EDGE: tl.constexpr):
+    """The edges at both ends, all taken by the row's first piece, and what lies between them.
+
+    i: 2 * EDGE numbers from 0 on. Returns the edges' x in float32, where their z goes, and which
+    are this piece's; then where x and z start between them, and how many columns are there.
+    """
+    x_aligned, body, cols, mask = split_edges(x_at, T, i, EDGE)
+    x_edges, z_edges = x_ptr + x_at + cols, z_ptr + z_at + cols
+    mask = mask & (piece == 0)
+    edges = tl.load(x_edges, mask=mask, other=float("-inf")).to(tl.float32)
+    return edges, z_edges, mask, x_aligned, (z_at + EDGE - 1) // EDGE * EDGE, body
+
+
+@triton.jit
 def merge_pieces(words_ptr, row, PIECES, slots, piece_max, piece_sum):
     """Tell the row's other programs this piece's maximum and sum; the row's maximum, and 1 / sum.
 
@@ -202,13 +216,9 @@ def split_row_kernel(
     piece = tl.program_id(0) % PIECES
     x_at, z_at, body = row * x_stride, row * z_stride, T
     if EDGE:
-        edge = tl.arange(0, 2 * EDGE)
-        x_aligned, body, edge_cols, edge_mask = split_edges(x_at, T, edge, EDGE)
-        x_edges, z_edges = x_ptr + x_at + edge_cols, z_ptr + z_at + edge_cols
-        # The row's first piece takes the edges at both ends.
-        edge_mask = edge_mask & (piece == 0)
-        edges = tl.load(x_edges, mask=edge_mask, other=float("-inf")).to(tl.float32)
-        x_at, z_at = x_aligned, (z_at + EDGE - 1) // EDGE * EDGE
+        edges, z_edges, edge_mask, x_at, z_at, body = load_edges(
+            x_ptr, z_ptr, x_at, z_at, T, piece, tl.arange(0, 2 * EDGE), EDGE
+        )
     first = piece * SIZE
     cols = tl.arange(0, BLOCK)
     mask = cols < tl.minimum(SIZE, body - first)
@@ -248,14 +258,10 @@ def larger(a, b):
     """
     if a.dtype == gl.float32:
         return gl.maximum(a, b)
-    elif a.dtype == gl.bfloat16:
-        return gl.inline_asm_elementwise(
-            "max.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=a.dtype, is_pure=True, pack=2
-        )
     else:
-        return gl.inline_asm_elementwise(
-            "max.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=a.dtype, is_pure=True, pack=2
-        )
+        BF16: tl.constexpr = a.dtype == gl.bfloat16
+        MAX: tl.constexpr = "max.bf16x2 $0, $1, $2;" if BF16 else "max.f16x2 $0, $1, $2;"
+        return gl.inline_asm_elementwise(MAX, "=r,r,r", [a, b], dtype=a.dtype, is_pure=True, pack=2)
 
 
 @gluon.jit
@@ -277,12 +283,9 @@ def split_row_shared_kernel(
     piece = gl.program_id(0) % PIECES
     x_at, z_at, body = row * x_stride, row * z_stride, T
     if EDGE:
-        edge = gl.arange(0, 2 * EDGE, single)
-        x_aligned, body, edge_cols, edge_mask = split_edges(x_at, T, edge, EDGE)
-        x_edges, z_edges = x_ptr + x_at + edge_cols, z_ptr + z_at + edge_cols
-        edge_mask = edge_mask & (piece == 0)
-        edges = gl.load(x_edges, mask=edge_mask, other=float("-inf")).to(gl.float32)
-        x_at, z_at = x_aligned, (z_at + EDGE - 1) // EDGE * EDGE
+        edges, z_edges, edge_mask, x_at, z_at, body = load_edges(
+            x_ptr, z_ptr, x_at, z_at, T, piece, gl.arange(0, 2 * EDGE, single), EDGE
+        )
     first = piece * (BLOCKS * BLOCK)
     # Not below 0: the last piece may lie past the end.
     size = gl.maximum(gl.minimum(BLOCKS * BLOCK, body - first), 0).to(gl.int32)
