@@ -40,17 +40,15 @@ def save_table(cells, path):
     import pandas
 
     part, measured = path.with_name(path.name + ".part"), []
+    stamp = {"GPU": torch.cuda.get_device_name(), "torch": torch.__version__}
+    stamp |= {"triton": triton.__version__, "date": datetime.date.today().isoformat()}
     for cell in cells:
         measured.append(cell)
         table = pandas.DataFrame(measured)
-        table["GPU"] = torch.cuda.get_device_name()
-        table["torch"], table["triton"] = torch.__version__, triton.__version__
-        table["date"] = datetime.date.today().isoformat()
-        table.to_csv(part, index=False, float_format="%.5g")
+        table.assign(**stamp).to_csv(part, index=False, float_format="%.5g")
     part.replace(path)
-    shown = table.drop(columns=["GPU", "torch", "triton", "date"])
-    print(shown.to_string(index=False, float_format=lambda x: f"{x:.4g}"))
-    return table
+    print(table.to_string(index=False, float_format=lambda x: f"{x:.4g}"))
+    return table.assign(**stamp)
 
 
 def draw(path, panels, plot, width=6):
