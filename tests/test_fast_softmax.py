@@ -98,11 +98,15 @@ def test_what_it_refuses(fast):
             fast.fast_softmax(x, out=out)
 
 
-@pytest.fixture(params=["launch_split_row", "launch_split_row_shared"])
-def split_rung(fast, request):
-    """Rungs 5 and 6, whose programs wait for one another."""
+@pytest.fixture
+def programs_wait(fast):
+    """For tests of rungs 5 and 6, whose programs wait for one another."""
     if fast.DEVICE == "cpu":
         pytest.skip("the interpreter runs programs one by one")
+
+
+@pytest.fixture(params=["launch_split_row", "launch_split_row_shared"])
+def split_rung(fast, programs_wait, request):
     x = torch.empty(1, 20000, device=fast.DEVICE)
     if request.param == "launch_split_row_shared" and not fast.shared_fits(x, x):
         pytest.skip("rung 6 needs Hopper or newer")
@@ -120,6 +124,10 @@ def test_a_row_split_over_programs(fast, split_rung, N0, T, dtype):
         z = torch.full_like(x, NAN)
         split_rung(x, z)
         assert torch.equal(z, first)
+    newest = fast.launch_split_row_shared if fast.shared_fits(x, z) else fast.launch_split_row
+    assert fast.choose_rung(x, z) is newest
+    if split_rung is newest:
+        assert torch.equal(fast.fast_softmax(x), first)
 
 
 @pytest.mark.parametrize("dtype", RTOL)
@@ -151,10 +159,7 @@ def test_a_split_row_touches_nothing_beside_it(fast, split_rung):
     assert (buffer[:, :96] == 3).all() and (buffer[:, 20097:] == 3).all()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_split_rows_in_a_graph_and_in_two_streams(fast):
-    if fast.DEVICE == "cpu":
-        pytest.skip("the interpreter runs programs one by one")
+def test_split_rows_in_a_graph_and_in_two_streams(fast, programs_wait):
     x = randn(500, 20001).cuda()
     fast.fast_softmax(x)  # compile it before the graph is recorded
     graph, out = torch.cuda.CUDAGraph(), torch.empty_like(x)
@@ -178,10 +183,7 @@ def test_split_rows_in_a_graph_and_in_two_streams(fast):
         assert all(torch.equal(out, z) for out in outs)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_rows_unaligned_in_different_ways_take_a_rung_that_can(fast):
-    if fast.DEVICE == "cpu":
-        pytest.skip("the interpreter runs programs one by one")
+def test_rows_unaligned_in_different_ways_take_a_rung_that_can(fast, programs_wait):
     buffer = randn(5, 20010).to(torch.bfloat16).cuda()
     one = buffer[:1, :20001]
     for x in (one, buffer[:, 1:20001], buffer[:, 8:20009], buffer[:1, 3:].expand(5, -1)):
