@@ -7,16 +7,22 @@ many bytes is the yardstick. Fractions of its speed on an H200 for 1048576 x 256
     1  one token per program          0.07  21.3's way: softmax, then two reductions per pick
     2  sixteen tokens per program     0.15  fewer programs, each with more to do
     3  logit and id in one number     0.21  a token per warp, a reduction per pick, k terms
-    4  one token per thread           0.78  a thread needs no other to find its token's best k
+    4  one token per thread           0.85  a thread needs no other to find its token's best k
+    5  a token in several threads     1.00  fewer tokens at a time, so memory is read once
 
-Rungs 3 and 4 choose on the logits; 1 and 2 on probabilities, which tie where they underflow to 0.
+Rungs 3 to 5 choose on the logits; 1 and 2 on probabilities, which tie where they underflow to 0.
 When the weights are renormalised the sum S over all experts cancels, e^a / S / (e^a / S + e^b / S),
 so only the k terms picked are computed.
 
 To sort more than 16 logits is too much for one thread, so rung 4 then works in two steps. The k
-best logits lie in the k groups of V neighbours, V = 2 to 8, with the k best maxima. A maximum is
+best logits lie in the k groups of V neighbours, V = 2 or 4, with the k best maxima. A maximum is
 one cheap operation per logit; what is left for the sorting network is E / V maxima, at most 32 at a
 time, and then the members of those k groups: all V of the best one, but only 1 of the k-th.
+
+Those k groups are read again, a sector of 32 bytes each: 256 of a token's 1024 bytes. But what all
+warps have read until then, 32 tokens each, is more than the caches hold: Nsight Compute sees rung 4
+read 1.36 GB of memory for 1.07 GB of logits. Rung 5 cuts a token into parts, one per thread. Each
+sorts its own, then they exchange their best. A warp holds fewer tokens, and memory is read once.
 
     python 09_fast_moe_gating.py                     checks, on small sizes
     python 09_fast_moe_gating.py --bench [--out DIR] a table beside other libraries
@@ -40,6 +46,8 @@ import triton.language as tl
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # GPUs whose double-precision unit is half as wide as the other (V100, A100, H100, H200, B200).
 FAST_DOUBLES = ((7, 0), (8, 0), (9, 0), (10, 0))
+# Below, to have more threads per token is better than to use each of them well.
+FEW_TOKENS = 8192
 
 
 @triton.jit
@@ -219,6 +227,37 @@ def best_of(t, k: tl.constexpr):
 
 
 @triton.jit
+def xor(a, b):
+    return a ^ b
+
+
+@triton.jit
+def swap_halves(x, PARTS: tl.constexpr):
+    """x [R], where the halves of every PARTS neighbours have changed places."""
+    if x.dtype == tl.float64:
+        x = swap_halves(x.to(tl.int64, bitcast=True), PARTS).to(tl.float64, bitcast=True)
+    else:
+        halves = tl.reshape(x, (x.shape[0] // PARTS, 2, PARTS // 2))
+        # a ^ b without a is b. All that the compiler makes of this is a shuffle per 32 bits.
+        swapped = halves ^ tl.reduce(halves, 1, xor, keep_dims=True)
+        x = tl.reshape(swapped, (x.shape[0],))
+    return x
+
+
+@triton.jit
+def merge_parts(t, k: tl.constexpr, PARTS: tl.constexpr):
+    """t is a sorted tuple for each of R rows: the best k of every PARTS neighbours, for each."""
+    if PARTS == 1:
+        return t
+    else:
+        t = merge_parts(t, k, PARTS // 2)
+        others = ()
+        for i in tl.static_range(len(t)):
+            others = others + (swap_halves(t[i], PARTS),)
+        return merge(t, others, len(t))[:k]
+
+
+@triton.jit
 def unstack(x):
     """[R, n] as a tuple of n columns [R]. Columns that lie in one thread are only renamed."""
     t = (x,)
@@ -257,13 +296,16 @@ def stack(t):
 def load_groups(
     rows_ptr, there, start, N: tl.constexpr, E: tl.constexpr, V: tl.constexpr, GROUPS: tl.constexpr
 ):
-    """The logits of N <= GROUPS groups of V neighbours from group start on: [ROWS, GROUPS * V]."""
+    """The logits of N <= GROUPS groups of V neighbours from group start on: [R, GROUPS * V]."""
     at = start * V + tl.arange(0, GROUPS * V)[None, :]
-    # Neighbouring threads read neighbouring addresses, a warp a few whole rows.
+    # Neighbouring threads read neighbouring addresses, a warp a few whole rows. Caches shall evict
+    # them last: some are wanted again.
     if E % V == 0:
-        return tl.load(rows_ptr + at, mask=there if N == GROUPS else there & (at < E))
+        mask = there if N == GROUPS else there & (at < E)
+        return tl.load(rows_ptr + at, mask=mask, eviction_policy="evict_last")
     else:
-        return tl.load(rows_ptr + at, mask=there & (at < E), other=float("-inf"))
+        mask = there & (at < E)
+        return tl.load(rows_ptr + at, mask=mask, other=float("-inf"), eviction_policy="evict_last")
 
 
 @triton.jit
@@ -287,54 +329,76 @@ def best_groups(
 def network_kernel(
     x_ptr, weights_ptr, ids_ptr, counts_ptr, M, TILES, stride: tl.constexpr,
     E: tl.constexpr, k: tl.constexpr, V: tl.constexpr, GROUPS: tl.constexpr, REST: tl.constexpr,
-    ROWS: tl.constexpr, KEY: tl.constexpr, RENORMALIZE: tl.constexpr, BINS: tl.constexpr,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, KEY: tl.constexpr, RENORMALIZE: tl.constexpr,
+    BINS: tl.constexpr,
 ):  # fmt: skip
-    """Rung 4: ROWS tokens at a time, one per thread; GROUPS groups at a time, REST the last."""
-    ALL: tl.constexpr = (E + V - 1) // V
+    """Rungs 4 and 5: ROWS tokens at a time, a token in PARTS threads, GROUPS groups at a time.
+
+    REST is a power of two that holds the groups that are left in the end.
+    """
+    WIDTH: tl.constexpr = E // PARTS
+    ALL: tl.constexpr = (WIDTH + V - 1) // V
     LAST: tl.constexpr = (ALL - 1) // GROUPS * GROUPS
     FIRST: tl.constexpr = GROUPS if LAST > 0 else ALL
     if BINS:
         counts = tl.zeros((BINS,), tl.int32)
     for tile in range(tl.program_id(0), TILES, tl.num_programs(0)):
         first_row = tl.cast(tile, tl.int64) * ROWS
-        row = tl.arange(0, ROWS)
+        row = tl.arange(0, ROWS * PARTS) // PARTS
         there = (row < M - first_row)[:, None]
         rows_ptr = x_ptr + first_row * stride + row[:, None] * stride
-        x = load_groups(rows_ptr, there, 0, FIRST, E, V, GROUPS)
+        # A thread's part of its token is like a shorter row of its own.
+        part = tl.arange(0, ROWS * PARTS) % PARTS
+        part_ptr = rows_ptr + part[:, None] * WIDTH
+        group = part * (WIDTH // V)  # the first one of this part
+        x = load_groups(part_ptr, there, 0, FIRST, WIDTH, V, GROUPS)
         if LAST > 0 and REST < GROUPS:
             # A short rest is little to hold: it arrives while the network sorts.
-            rest = load_groups(rows_ptr, there, LAST, ALL - LAST, E, V, REST)
-        best = best_groups(x, 0, FIRST, k, V, GROUPS, KEY)
+            rest = load_groups(part_ptr, there, LAST, ALL - LAST, WIDTH, V, REST)
+        best = best_groups(x, group, FIRST, k, V, GROUPS, KEY)
         if LAST > GROUPS:  # a loop is compiled even if it has nothing to do
             for start in range(GROUPS, LAST, GROUPS):
-                x = load_groups(rows_ptr, there, start, GROUPS, E, V, GROUPS)
-                more = best_groups(x, start, GROUPS, k, V, GROUPS, KEY)
+                x = load_groups(part_ptr, there, start, GROUPS, WIDTH, V, GROUPS)
+                more = best_groups(x, group + start, GROUPS, k, V, GROUPS, KEY)
                 best = merge(best, more, len(best))[:k]
         if LAST > 0:
             if REST == GROUPS:
-                rest = load_groups(rows_ptr, there, LAST, ALL - LAST, E, V, REST)
-            more = best_groups(rest, LAST, ALL - LAST, k, V, REST, KEY)
+                rest = load_groups(part_ptr, there, LAST, ALL - LAST, WIDTH, V, REST)
+            more = best_groups(rest, group + LAST, ALL - LAST, k, V, REST, KEY)
             best = merge(best, more, len(best))[:k]
 
+        best = merge_parts(best, k, PARTS)  # from here on a token's threads know the same
+
         if V > 1:
+            WHOLE: tl.constexpr = E % V == 0 and len(best) % PARTS == 0
             groups = best
+            for _ in tl.static_range(-len(best) % PARTS):
+                groups = groups + (lowest(KEY),)
             best = ()
-            for j in tl.static_range(len(groups)):
-                _, group = unpack(groups[j], KEY)
-                at = tl.reshape(group, (ROWS, 1)) * V + tl.arange(0, V)[None, :]
-                # Still in a cache, as this program has just read it.
-                x = tl.load(rows_ptr + at, mask=there if E % V == 0 else there & (at < E))
+            # In turn, each thread of a token reads the members of one of its best groups.
+            for turn in tl.static_range(len(groups) // PARTS):
+                key = groups[turn * PARTS]
+                for i in tl.static_range(1, PARTS):
+                    key = tl.where(part == i, groups[turn * PARTS + i], key)
+                _, group = unpack(key, KEY)
+                at = group[:, None] * V + tl.arange(0, V)[None, :]
+                # Still in a cache, if programs do not hold too much at once; and not needed after.
+                x = tl.load(
+                    rows_ptr + at, mask=there if WHOLE else there & (at < E),
+                    eviction_policy="evict_first",
+                )  # fmt: skip
                 keys = pack(x.to(tl.float32), at, KEY)
-                if E % V != 0:
+                if not WHOLE:
                     keys = tl.where(at < E, keys, lowest(KEY))
                 # The best of j better groups are ahead of this group's: k - j places are left.
-                more = best_of(unstack(keys), k - j)
-                best = best[:j] + merge(best[j:], more, len(best[j:]))[: k - j]
+                more = best_of(unstack(keys), k - turn * PARTS)
+                best = best[:turn] + merge(best[turn:], more, len(best[turn:]))[: k - turn]
+            best = merge_parts(best, k, PARTS)
 
         first, _ = unpack(best[0], KEY)
         # From NaN every weight becomes NaN, as it should if the best is inf, or was NaN, or -inf.
         first = tl.where(tl.abs(first) < float("inf"), first, float("nan"))
-        total = tl.zeros((ROWS,), tl.float32)
+        total = tl.zeros((ROWS * PARTS,), tl.float32)
         weights = ()
         ids = ()
         for j in tl.static_range(k):
@@ -345,18 +409,21 @@ def network_kernel(
             ids = ids + (index,)
         if not RENORMALIZE:
             # The whole row's sum, from a second reading, out of a cache too.
-            terms = tl.zeros((ROWS, GROUPS * V), tl.float32)
-            for start in range(0, E, GROUPS * V):
+            terms = tl.zeros((ROWS * PARTS, GROUPS * V), tl.float32)
+            for start in range(0, WIDTH, GROUPS * V):
                 columns = start + tl.arange(0, GROUPS * V)[None, :]
-                logits = tl.load(rows_ptr + columns, mask=there & (columns < E), other=0.0)
-                logits = tl.where(columns < E, logits.to(tl.float32), float("-inf"))
+                logits = tl.load(part_ptr + columns, mask=there & (columns < WIDTH), other=0.0)
+                logits = tl.where(columns < WIDTH, logits.to(tl.float32), float("-inf"))
                 terms += exp_approx(logits - first[:, None])
-            total = tl.sum(terms, axis=1)
+            total = tl.reshape(tl.sum(terms, axis=1), (ROWS, PARTS))
+            total = tl.broadcast_to(tl.sum(total, axis=1, keep_dims=True), (ROWS, PARTS))
+            total = tl.reshape(total, (ROWS * PARTS,))
 
         scale = (1.0 / total)[:, None]
         # Four columns at once or two: more, or one alone, would change threads. An odd k needs one
         # to spare, which is not stored.
         WIDE: tl.constexpr = 2 if k % 4 else 4
+        there = there & (part == 0)[:, None]  # one of a token's threads stores
         weights = weights + (total,)
         ids = ids + (index,)
         for j in tl.static_range(0, k, WIDE):
@@ -370,11 +437,12 @@ def network_kernel(
             if BINS:
                 # What is no token's pick is counted past the last expert.
                 chosen = tl.where(picked, chosen, BINS - 1)
-                counts += tl.histogram(tl.reshape(chosen, (ROWS * WIDE,)), BINS)
+                counts += tl.histogram(tl.reshape(chosen, (ROWS * PARTS * WIDE,)), BINS)
     if BINS:
         # One addition per expert and program, not one per pick.
         experts = tl.arange(0, BINS)
-        tl.atomic_add(counts_ptr + experts, counts, mask=experts < E, sem="relaxed")
+        mask = (experts < E) & (counts > 0)
+        tl.atomic_add(counts_ptr + experts, counts, mask=mask, sem="relaxed")
 
 
 def key_type(dtype):
@@ -404,38 +472,46 @@ def launch_packed(x, weights, ids):
     )  # fmt: skip
 
 
-def shape_of_network(E, k, dtype):
-    """V neighbours per group, groups and tokens at a time, warps: measured, not derived."""
-    if k <= 4 and E * dtype.itemsize <= 32:
-        return 1, 8, 128, 4  # a thread reads its own token, 16 bytes at a time
+def shape_of_network(M, E, k, itemsize, parts=None):
+    """V neighbours per group, groups and tokens at a time, threads per token, warps: measured.
+
+    parts: threads per token of more than 16 experts, if not the best number.
+    """
+    few = M < FEW_TOKENS
+    if k <= 4 and E * itemsize <= 32:
+        return 1, 8, 128, 1, 4  # a thread reads its own token, 16 bytes at a time
     if E <= 16:
-        return 1, 16, 32, 1
-    # For other E in 16 bits, groups are loaded one logit at a time: then larger shapes spill.
-    if dtype.itemsize == 2 and E % 8 == 0:
-        if 300 <= E <= 384 and k > 1:
-            return 8, 32, 32, 1
-        if E >= 256 and 1 < k <= 4:
-            return 4, 32, 128, 4
-    if k == 1 and E >= 256:
-        return 4, 16, 32, 1
-    return 2 if E <= 64 else 4, 32, 32, 1
+        return (1, 4, 32, 4, 4) if few and E % 4 == 0 and E > 8 else (1, 16, 32, 1, 1)
+    V = 2 if E <= 64 else 4
+    if parts is None:
+        # Few tokens: more threads, for a multiprocessor to have several warps. Many: as few as the
+        # caches allow, which have to hold what all warps have loaded, 32 / parts rows each.
+        parts = (4 if E >= 64 else 1) if few else 1 if E < 128 else 2 if E < 512 else 4
+        if E % (parts * V):
+            parts = 1
+    groups = triton.cdiv(E // parts, V)
+    return V, min(32, triton.next_power_of_2(groups)), 32 // parts, parts, 1
 
 
-def launch_network(x, weights, ids, renormalize=True, counts=None):
+def launch_network(x, weights, ids, renormalize=True, counts=None, parts=None):
     M, E = x.shape
     k = ids.shape[1]
-    V, GROUPS, ROWS, warps = shape_of_network(E, k, x.dtype)
-    rest = (triton.cdiv(E, V) - 1) % GROUPS + 1
+    if counts is not None:
+        parts = 1  # to count a tile takes as long for few tokens as for many
+    V, GROUPS, ROWS, PARTS, warps = shape_of_network(M, E, k, x.dtype.itemsize, parts)
+    rest = (triton.cdiv(E // PARTS, V) - 1) % GROUPS + 1
     programs = TILES = triton.cdiv(M, ROWS)
     if counts is not None:
         # Few programs with many tiles each, as every program adds its counts to the others'.
         programs = min(TILES, 2 if DEVICE == "cpu" else 32 // warps * multiprocessors())
     stride = x.stride(0) if M > 1 else E  # of one row it may be any number
+    # Room for all the logits that a thread waits for: left alone, the compiler waits twice.
+    options = {"maxnreg": 168} if E > 16 and DEVICE == "cuda" and not torch.version.hip else {}
     network_kernel[(programs,)](
         x, weights, ids, counts, M, TILES, stride, E, k, V, GROUPS,
-        triton.next_power_of_2(rest), ROWS, key_type(x.dtype), renormalize,
+        triton.next_power_of_2(rest), ROWS, PARTS, key_type(x.dtype), renormalize,
         0 if counts is None else triton.next_power_of_2(E + 1),
-        num_warps=warps,
+        num_warps=warps, **options,
     )  # fmt: skip
 
 
@@ -505,11 +581,13 @@ def gpu_only_launches():
     x = torch.empty(33, 8)
     weights, ids = torch.empty(33, 2), torch.empty(33, 2, dtype=torch.int32)
     network_kernel[(1,)](
-        x, weights, ids, None, 33, 1, 8, 8, 2, 1, 8, 8, 128, tl.int64, True, 0, num_warps=4
+        x, weights, ids, None, 33, 1, 8, 8, 2, 1, 8, 8, 128, 1, tl.int64, True, 0, num_warps=4
     )
-    for E, k in (17, 10), (300, 3):  # more picks than groups; three loads of groups
-        weights, ids = torch.empty(33, k), torch.empty(33, k, dtype=torch.int32)
-        launch_network(torch.empty(33, E, dtype=torch.bfloat16), weights, ids)
+    # More picks than groups; three loads of groups; parts with a rest; many tokens, with counts.
+    for M, E, k in (33, 17, 10), (33, 300, 3), (FEW_TOKENS, 384, 6), (FEW_TOKENS, 256, 8):
+        weights, ids = torch.empty(M, k), torch.empty(M, k, dtype=torch.int32)
+        counts = torch.zeros(E, dtype=torch.int32) if E == 256 else None
+        launch_network(torch.empty(M, E, dtype=torch.bfloat16), weights, ids, counts=counts)
 
 
 def gating_spec(logits, k, renormalize=True):
@@ -540,18 +618,19 @@ def section_21_3_fast():
         sys.exit(77)
     torch.manual_seed(0)
     print("=== Section 21.3, fast: every rung against float64 ===")
-    x = torch.randn(33, 70) - 9
+    x = torch.randn(33, 96) - 9
     for name, launch in {
         "one token per program": lambda *tensors: launch_probabilities(*tensors, ROWS=1),
         "sixteen tokens per program": lambda *tensors: launch_probabilities(*tensors, ROWS=16),
         "logit and id in one number": launch_packed,
-        "one token per thread": launch_network,
+        "one token per thread": lambda *tensors: launch_network(*tensors, parts=1),
+        "a token in several threads": lambda *tensors: launch_network(*tensors, parts=4),
     }.items():
         print(f"{name}: right? {gating_right(x, 3, launch=launch)}")
     for dtype in DTYPES:
         x = torch.randn(33, 8).to(dtype)
         print(f"8 experts, k = 2, {str(dtype)[6:]}: right? {gating_right(x, 2)}")
-    x = torch.randn(5, 30)[:, 3:11]
+    x = torch.randn(5, 90)[:, 3:67]
     print(f"strided rows, all probabilities' sum: right? {gating_right(x, 2, renormalize=False)}")
 
     print("\n=== Section 21.3, fast: what random logits do not test ===")
@@ -560,13 +639,14 @@ def section_21_3_fast():
     print(f"ties below 0, lowest id first: right? {right}")
     x = torch.tensor([[200.0, -1.0, 0.0, -2.0]])
     print(f"probabilities that underflow: ids {moe_topk_gating(x.to(DEVICE), 3)[1].tolist()}")
-    x = torch.randn(50, 8)
+    x = torch.randn(50, 16)
     x[3, 5] = float("nan")
-    counts = torch.zeros(8, dtype=torch.int32, device=DEVICE)
+    counts = torch.zeros(16, dtype=torch.int32, device=DEVICE)
     weights, ids = moe_topk_gating(x.to(DEVICE), 2, counts=counts)
     bad_rows = weights.isnan().any(dim=1).nonzero().flatten().tolist()
     print(f"one NaN in row 3: rows with NaN {bad_rows}")
-    same = torch.equal(counts.cpu().long(), torch.bincount(ids.flatten().cpu().long(), minlength=8))
+    wanted = torch.bincount(ids.flatten().cpu().long(), minlength=16)
+    same = torch.equal(counts.cpu().long(), wanted)
     print(f"tokens per expert, from the same pass: right? {same}")
 
 
@@ -576,7 +656,7 @@ BENCH_PICKS = (1, 2, 4, 6, 8)
 BENCH_PEER_CELLS = {
     "torch": [(E, k) for E in BENCH_EXPERTS for k in (2, 8)],
     "torch.compile": [(64, 8)],
-    "quack": [(E, 8) for E in BENCH_EXPERTS] + [(256, 4)],
+    "quack": [(E, k) for E in BENCH_EXPERTS for k in (4, 8)],
 }
 
 
@@ -683,7 +763,8 @@ def bench_ladder():
         "one token per program": lambda: launch_probabilities(x, weights, ids, ROWS=1),
         "sixteen tokens per program": lambda: launch_probabilities(x, weights, ids, ROWS=16),
         "logit and id in one number": lambda: launch_packed(x, weights, ids),
-        "one token per thread": lambda: launch_network(x, weights, ids),
+        "one token per thread": lambda: launch_network(x, weights, ids, parts=1),
+        "a token in several threads": lambda: launch_network(x, weights, ids),
     }
     time = {name: median_ms(f) for name, f in time.items()}
     return {name: time["copy"] / ms for name, ms in time.items()}
@@ -711,14 +792,14 @@ def bench(out):
         for panel, (dtype, part) in zip(axes, many.groupby("dtype", sort=False), strict=True):
             for k, line in part.groupby("k"):
                 panel.plot(line["experts"], line["of copy"], "o-", label=f"k = {k}")
-            for name, style in zip(peers, ("k:", "k--", "k-."), strict=False):
+            for name, style in zip(peers, ("k.:", "ks--", "kx-."), strict=False):
                 line = part[(part["k"] == 8) & part[f"{name} / ours"].notna()]
                 speed = line["of copy"] / line[f"{name} / ours"]
                 panel.plot(line["experts"], speed, style, label=name)
             panel.set(
                 xscale="log", xlabel="experts", title=f"gating, {dtype}, {part['GPU'].iloc[0]}"
             )
-        axes[0].set_ylabel("fraction of a copy's speed, 1048576 tokens (peers: k = 8)")
+        axes[0].set_ylabel("of a copy's speed, 1048576 tokens (peers: k = 8)")
 
     draw(folder / "gating.png", 2, plot)
 

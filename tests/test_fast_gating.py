@@ -39,14 +39,34 @@ def test_any_shape_and_dtype(fast, M, E, k, dtype):
     assert_gated(fast, randn(M, E).to(dtype), k)
 
 
+@pytest.mark.parametrize("few_tokens", [0, 2**31])
+@pytest.mark.parametrize(
+    "M, E, k", [(9, 12, 5), (9, 64, 16), (3, 128, 4), (3, 384, 6), (2, 512, 3)]
+)
+def test_a_token_in_several_threads(fast, M, E, k, few_tokens, monkeypatch):
+    """The threads per token depend on E and on whether there are many tokens."""
+    monkeypatch.setattr(fast, "FEW_TOKENS", few_tokens)
+    ramp = torch.arange(E)[None] / 4
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.cat([ramp, -ramp, randn(M, E)]).to(dtype)
+        assert_gated(fast, x, k)
+        assert_gated(fast, x, k, renormalize=False)
+        counts = torch.zeros(E, dtype=torch.int32, device=fast.DEVICE)
+        _, ids = assert_gated(fast, x, k, counts=counts)
+        assert torch.equal(counts.cpu(), torch.bincount(ids.flatten().cpu(), minlength=E).int())
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rung", ["one token per program", "sixteen tokens", "packed", "int64"])
+@pytest.mark.parametrize(
+    "rung", ["one token per program", "sixteen tokens", "packed", "one thread", "int64"]
+)
 def test_every_rung(fast, rung, dtype, monkeypatch):
-    x = randn(20, 70).to(dtype)
+    x = randn(20, 96).to(dtype)
     launch = {
         "one token per program": lambda *tensors: fast.launch_probabilities(*tensors, ROWS=1),
         "sixteen tokens": lambda *tensors: fast.launch_probabilities(*tensors, ROWS=16),
         "packed": fast.launch_packed,
+        "one thread": lambda *tensors: fast.launch_network(*tensors, parts=1),
         "int64": fast.launch_network,
     }[rung]
     if rung == "int64":

@@ -168,14 +168,23 @@ BUGS = {
         "best_of": [
             Bug("t[len(t) // 2 :], k)", "t[len(t) // 2 :], 1)"),
         ],
+        "swap_halves": [
+            Bug("(x.shape[0] // PARTS, 2, PARTS // 2)", "(x.shape[0] // 2, 2, 1)"),
+        ],
+        "merge_parts": [
+            Bug("merge(t, others, len(t))", "merge(t, t, len(t))"),
+        ],
         "best_groups": [
             Bug("start + i, KEY", "start, KEY"),
             Bug("(x.shape[0], GROUPS, V)), 2", "(x.shape[0], V, GROUPS)), 1"),
         ],
         "network_kernel": [
             Bug("keys = tl.where(at < E, keys, lowest(KEY))", "pass"),
-            Bug("best_of(unstack(keys), k - j)", "best_of(unstack(keys), 1)"),
+            Bug("best_of(unstack(keys), k - turn * PARTS)", "best_of(unstack(keys), 1)"),
+            Bug("groups[turn * PARTS + i]", "groups[turn * PARTS]"),
             Bug("tl.where(picked, chosen, BINS - 1)", "chosen"),
+            Bug("there & (part == 0)[:, None]", "there"),
+            Bug("tl.broadcast_to(tl.sum(total, axis=1, keep_dims=True), (ROWS, PARTS))", "total"),
         ],
     },
     SCALAR: {
