@@ -46,7 +46,7 @@ import triton.language as tl
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # GPUs whose double-precision unit is half as wide as the other (V100, A100, H100, H200, B200).
 FAST_DOUBLES = ((7, 0), (8, 0), (9, 0), (10, 0))
-# Below, to have more threads per token is better than to use each of them well.
+# For fewer tokens than this, more threads per token are better than a good use of each of them.
 FEW_TOKENS = 8192
 
 
@@ -246,7 +246,7 @@ def swap_halves(x, PARTS: tl.constexpr):
 
 @triton.jit
 def merge_parts(t, k: tl.constexpr, PARTS: tl.constexpr):
-    """t is a sorted tuple for each of R rows: the best k of every PARTS neighbours, for each."""
+    """t is a sorted tuple for each of R rows: each row gets the best k of PARTS neighbours."""
     if PARTS == 1:
         return t
     else:
@@ -294,18 +294,18 @@ def stack(t):
 
 @triton.jit
 def load_groups(
-    rows_ptr, there, start, N: tl.constexpr, E: tl.constexpr, V: tl.constexpr, GROUPS: tl.constexpr
+    ptr, there, start, N: tl.constexpr, WIDTH: tl.constexpr, V: tl.constexpr, GROUPS: tl.constexpr
 ):
     """The logits of N <= GROUPS groups of V neighbours from group start on: [R, GROUPS * V]."""
     at = start * V + tl.arange(0, GROUPS * V)[None, :]
     # Neighbouring threads read neighbouring addresses, a warp a few whole rows. Caches shall evict
-    # them last: some are wanted again.
-    if E % V == 0:
-        mask = there if N == GROUPS else there & (at < E)
-        return tl.load(rows_ptr + at, mask=mask, eviction_policy="evict_last")
+    # them last: if V > 1, some are wanted again.
+    if WIDTH % V == 0:
+        mask = there if N == GROUPS else there & (at < WIDTH)
+        return tl.load(ptr + at, mask=mask, eviction_policy="evict_last")
     else:
-        mask = there & (at < E)
-        return tl.load(rows_ptr + at, mask=mask, other=float("-inf"), eviction_policy="evict_last")
+        mask = there & (at < WIDTH)
+        return tl.load(ptr + at, mask=mask, other=float("-inf"), eviction_policy="evict_last")
 
 
 @triton.jit
@@ -350,21 +350,21 @@ def network_kernel(
         # A thread's part of its token is like a shorter row of its own.
         part = tl.arange(0, ROWS * PARTS) % PARTS
         part_ptr = rows_ptr + part[:, None] * WIDTH
-        group = part * (WIDTH // V)  # the first one of this part
+        first_group = part * (WIDTH // V)
         x = load_groups(part_ptr, there, 0, FIRST, WIDTH, V, GROUPS)
         if LAST > 0 and REST < GROUPS:
             # A short rest is little to hold: it arrives while the network sorts.
             rest = load_groups(part_ptr, there, LAST, ALL - LAST, WIDTH, V, REST)
-        best = best_groups(x, group, FIRST, k, V, GROUPS, KEY)
+        best = best_groups(x, first_group, FIRST, k, V, GROUPS, KEY)
         if LAST > GROUPS:  # a loop is compiled even if it has nothing to do
             for start in range(GROUPS, LAST, GROUPS):
                 x = load_groups(part_ptr, there, start, GROUPS, WIDTH, V, GROUPS)
-                more = best_groups(x, group + start, GROUPS, k, V, GROUPS, KEY)
+                more = best_groups(x, first_group + start, GROUPS, k, V, GROUPS, KEY)
                 best = merge(best, more, len(best))[:k]
         if LAST > 0:
             if REST == GROUPS:
                 rest = load_groups(part_ptr, there, LAST, ALL - LAST, WIDTH, V, REST)
-            more = best_groups(rest, group + LAST, ALL - LAST, k, V, REST, KEY)
+            more = best_groups(rest, first_group + LAST, ALL - LAST, k, V, REST, KEY)
             best = merge(best, more, len(best))[:k]
 
         best = merge_parts(best, k, PARTS)  # from here on a token's threads know the same
@@ -382,7 +382,8 @@ def network_kernel(
                     key = tl.where(part == i, groups[turn * PARTS + i], key)
                 _, group = unpack(key, KEY)
                 at = group[:, None] * V + tl.arange(0, V)[None, :]
-                # Still in a cache, if programs do not hold too much at once; and not needed after.
+                # Still in a cache, if programs do not hold too much at once; if weights are
+                # renormalised, not needed after.
                 x = tl.load(
                     rows_ptr + at, mask=there if WHOLE else there & (at < E),
                     eviction_policy="evict_first",
@@ -390,7 +391,8 @@ def network_kernel(
                 keys = pack(x.to(tl.float32), at, KEY)
                 if not WHOLE:
                     keys = tl.where(at < E, keys, lowest(KEY))
-                # The best of j better groups are ahead of this group's: k - j places are left.
+                # The best of turn * PARTS better groups are ahead of this one's members, so they
+                # have k - turn * PARTS places left. turn of those best begin this thread's list.
                 more = best_of(unstack(keys), k - turn * PARTS)
                 best = best[:turn] + merge(best[turn:], more, len(best[turn:]))[: k - turn]
             best = merge_parts(best, k, PARTS)
@@ -408,7 +410,7 @@ def network_kernel(
             weights = weights + (weight,)
             ids = ids + (index,)
         if not RENORMALIZE:
-            # The whole row's sum, from a second reading, out of a cache too.
+            # The whole row's sum, from one more reading, out of a cache too.
             terms = tl.zeros((ROWS * PARTS, GROUPS * V), tl.float32)
             for start in range(0, WIDTH, GROUPS * V):
                 columns = start + tl.arange(0, GROUPS * V)[None, :]
@@ -475,7 +477,7 @@ def launch_packed(x, weights, ids):
 def shape_of_network(M, E, k, itemsize, parts=None):
     """V neighbours per group, groups and tokens at a time, threads per token, warps: measured.
 
-    parts: threads per token of more than 16 experts, if not the best number.
+    parts: threads per token of more than 16 experts, at most, if not the best number.
     """
     few = M < FEW_TOKENS
     if k <= 4 and E * itemsize <= 32:
@@ -486,9 +488,12 @@ def shape_of_network(M, E, k, itemsize, parts=None):
     if parts is None:
         # Few tokens: more threads, for a multiprocessor to have several warps. Many: as few as the
         # caches allow, which have to hold what all warps have loaded, 32 / parts rows each.
-        parts = (4 if E >= 64 else 1) if few else 1 if E < 128 else 2 if E < 512 else 4
-        if E % (parts * V):
-            parts = 1
+        if few:
+            parts = 4 if E >= 64 else 1
+        else:
+            parts = 1 if E < 128 else 2 if E < 512 else 4
+    while parts > 1 and E % (parts * V):
+        parts //= 2  # all parts have as many groups, all of V
     groups = triton.cdiv(E // parts, V)
     return V, min(32, triton.next_power_of_2(groups)), 32 // parts, parts, 1
 
@@ -505,7 +510,8 @@ def launch_network(x, weights, ids, renormalize=True, counts=None, parts=None):
         # Few programs with many tiles each, as every program adds its counts to the others'.
         programs = min(TILES, 2 if DEVICE == "cpu" else 32 // warps * multiprocessors())
     stride = x.stride(0) if M > 1 else E  # of one row it may be any number
-    # Room for all the logits that a thread waits for: left alone, the compiler waits twice.
+    # 168 of 65536 registers a thread: 12 warps a multiprocessor, for the caches' sake. With a limit
+    # the compiler also uses more than without (160, not 84, for E = 256 and k = 4), and is faster.
     options = {"maxnreg": 168} if E > 16 and DEVICE == "cuda" and not torch.version.hip else {}
     network_kernel[(programs,)](
         x, weights, ids, counts, M, TILES, stride, E, k, V, GROUPS,
@@ -534,7 +540,7 @@ def moe_topk_gating(logits, k, renormalize=True, counts=None):
     the lowest first. 1 <= k <= 16. renormalize: a token's weights sum to 1; else they are the
     probabilities among all E. counts [E] int32: the number of tokens that chose each expert is
     added to it. A row with a NaN or inf, or of nothing but -inf, gets NaN weights and valid ids.
-    The kernel is compiled anew for every E, k and stride of rows.
+    The kernel is compiled anew for every E, k and stride of rows, and for M < 8192.
     Raises TypeError for logits of another dtype, ValueError for another shape, k, counts or device,
     or if logits requires grad, RuntimeError on a GPU with a triton that is too old.
     """
@@ -582,6 +588,11 @@ def gpu_only_launches():
     weights, ids = torch.empty(33, 2), torch.empty(33, 2, dtype=torch.int32)
     network_kernel[(1,)](
         x, weights, ids, None, 33, 1, 8, 8, 2, 1, 8, 8, 128, 1, tl.int64, True, 0, num_warps=4
+    )
+    x = torch.empty(33, 96)
+    weights, ids = torch.empty(33, 3), torch.empty(33, 3, dtype=torch.int32)
+    network_kernel[(5,)](
+        x, weights, ids, None, 33, 5, 96, 96, 3, 4, 8, 8, 8, 4, tl.int64, True, 0, num_warps=1
     )
     # More picks than groups; three loads of groups; parts with a rest; many tokens, with counts.
     for M, E, k in (33, 17, 10), (33, 300, 3), (FEW_TOKENS, 384, 6), (FEW_TOKENS, 256, 8):
