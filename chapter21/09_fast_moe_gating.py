@@ -475,15 +475,15 @@ def launch_packed(x, weights, ids):
 
 
 def shape_of_network(M, E, k, itemsize, parts=None):
-    """V neighbours per group, groups and tokens at a time, threads per token, warps: measured.
+    """V neighbours per group, groups and tokens at a time, threads per token: measured.
 
     parts: threads per token of more than 16 experts, at most, if not the best number.
     """
     few = M < FEW_TOKENS
     if k <= 4 and E * itemsize <= 32:
-        return 1, 8, 128, 1, 4  # a thread reads its own token, 16 bytes at a time
+        return 1, 8, 128, 1  # a thread reads its own token, 16 bytes at a time
     if E <= 16:
-        return (1, 4, 32, 4, 4) if few and E % 4 == 0 and E > 8 else (1, 16, 32, 1, 1)
+        return (1, 4, 32, 4) if few and E % 4 == 0 and E > 8 else (1, 16, 32, 1)
     V = 2 if E <= 64 else 4
     if parts is None:
         # Few tokens: more threads, for a multiprocessor to have several warps. Many: as few as the
@@ -495,7 +495,7 @@ def shape_of_network(M, E, k, itemsize, parts=None):
     while parts > 1 and E % (parts * V):
         parts //= 2  # all parts have as many groups, all of V
     groups = triton.cdiv(E // parts, V)
-    return V, min(32, triton.next_power_of_2(groups)), 32 // parts, parts, 1
+    return V, min(32, triton.next_power_of_2(groups)), 32 // parts, parts
 
 
 def launch_network(x, weights, ids, renormalize=True, counts=None, parts=None):
@@ -503,7 +503,8 @@ def launch_network(x, weights, ids, renormalize=True, counts=None, parts=None):
     k = ids.shape[1]
     if counts is not None:
         parts = 1  # to count a tile takes as long for few tokens as for many
-    V, GROUPS, ROWS, PARTS, warps = shape_of_network(M, E, k, x.dtype.itemsize, parts)
+    V, GROUPS, ROWS, PARTS = shape_of_network(M, E, k, x.dtype.itemsize, parts)
+    warps = ROWS * PARTS // 32
     rest = (triton.cdiv(E // PARTS, V) - 1) % GROUPS + 1
     programs = TILES = triton.cdiv(M, ROWS)
     if counts is not None:
@@ -540,7 +541,7 @@ def moe_topk_gating(logits, k, renormalize=True, counts=None):
     the lowest first. 1 <= k <= 16. renormalize: a token's weights sum to 1; else they are the
     probabilities among all E. counts [E] int32: the number of tokens that chose each expert is
     added to it. A row with a NaN or inf, or of nothing but -inf, gets NaN weights and valid ids.
-    The kernel is compiled anew for every E, k and stride of rows, and for M < 8192.
+    The kernel is compiled anew for every E, k and stride of rows, and for M < FEW_TOKENS.
     Raises TypeError for logits of another dtype, ValueError for another shape, k, counts or device,
     or if logits requires grad, RuntimeError on a GPU with a triton that is too old.
     """
@@ -584,16 +585,13 @@ def moe_topk_gating(logits, k, renormalize=True, counts=None):
 
 def gpu_only_launches():
     """Keys of int64, for GPUs whose double-precision unit is narrow, and shapes the checks lack."""
-    x = torch.empty(33, 8)
-    weights, ids = torch.empty(33, 2), torch.empty(33, 2, dtype=torch.int32)
-    network_kernel[(1,)](
-        x, weights, ids, None, 33, 1, 8, 8, 2, 1, 8, 8, 128, 1, tl.int64, True, 0, num_warps=4
-    )
-    x = torch.empty(33, 96)
-    weights, ids = torch.empty(33, 3), torch.empty(33, 3, dtype=torch.int32)
-    network_kernel[(5,)](
-        x, weights, ids, None, 33, 5, 96, 96, 3, 4, 8, 8, 8, 4, tl.int64, True, 0, num_warps=1
-    )
+    for E, k, V, ROWS, PARTS in (8, 2, 1, 128, 1), (96, 3, 4, 8, 4):
+        weights, ids = torch.empty(33, k), torch.empty(33, k, dtype=torch.int32)
+        TILES = triton.cdiv(33, ROWS)
+        network_kernel[(TILES,)](
+            torch.empty(33, E), weights, ids, None, 33, TILES, E, E, k, V, 8, 8, ROWS, PARTS,
+            tl.int64, True, 0, num_warps=ROWS * PARTS // 32,
+        )  # fmt: skip
     # More picks than groups; three loads of groups; parts with a rest; many tokens, with counts.
     for M, E, k in (33, 17, 10), (33, 300, 3), (FEW_TOKENS, 384, 6), (FEW_TOKENS, 256, 8):
         weights, ids = torch.empty(M, k), torch.empty(M, k, dtype=torch.int32)
